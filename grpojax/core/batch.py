@@ -214,25 +214,19 @@ def _rollout_logprobs(
   with_hidden: bool = False,
 ) -> TokenLogprobs:
   """Computes the log-probabilities of a rollout, a micro-batch at a time."""
+  scoring = {"sampling": sampling, "chunk_size": options.chunk_size}
 
   def score(micro_batch):
-    (prompt_ids, prompt_mask, prompt_experts), samples = micro_batch
+    prompts, samples = micro_batch
+    *prompts, prompt_experts = jax.tree.map(
+      lambda x: constrain(x, "batch"), prompts
+    )
     (ids, experts), rows = jax.tree.map(
       lambda x: constrain(x, "batch", "group"), samples
     )
-    replayed = None
-    if experts is not None:
-      replayed = constrain(prompt_experts, "batch"), experts
+    replayed = None if experts is None else (prompt_experts, experts)
     scored = packed_logprobs.completion_logprobs(
-      lm,
-      params,
-      constrain(prompt_ids, "batch"),
-      constrain(prompt_mask, "batch"),
-      ids,
-      rows,
-      sampling=sampling,
-      chunk_size=options.chunk_size,
-      replayed=replayed,
+      lm, params, *prompts, ids, rows, replayed=replayed, **scoring
     )
     hidden = scored.hidden if with_hidden else None
     return TokenLogprobs(scored.logprobs, None, hidden=hidden)

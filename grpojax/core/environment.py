@@ -119,13 +119,8 @@ def checked(
   first = jax.eval_shape(
     lambda t, key: reset(jax.tree.map(lambda x: x[0], t), key), targets, key
   )
-  answer = jax.eval_shape(
-    lambda state, key: environment.step(
-      state, jnp.zeros(length, jnp.int32), jnp.int32(1), key
-    ),
-    first,
-    key,
-  )
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  answer = jax.eval_shape(environment.step, first, array(length), array(), key)
   size = environment.observation_length
   _check_answer(answer, first, size)
 

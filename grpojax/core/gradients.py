@@ -52,8 +52,8 @@ class LossTerms:
     self.selects_tokens = self.entropy_share < 1  # of highest entropy
     self.router_aux_coef = objective.router_aux_coef
     self.reference: tuple[LM, Params] | None = None  # of an exact KL term
-    self.sampling = sampling  # distribution of the rollout
-    self.chunk_size = chunk_size
+    self.scoring = {"sampling": sampling, "chunk_size": chunk_size}
+    self.scoring["entropy_gradient"] = self.has_bonus
 
   def with_reference(
     self, lm: LM, params: Params, hidden: Float[Array, "B G T R"]
@@ -83,19 +83,11 @@ class LossTerms:
       replayed = batch.prompt_experts, batch.experts
     if self.reference is not None:
       reference = Reference(*self.reference, batch.ref_hidden)
+    tokens = batch.prompt_ids, batch.prompt_mask, batch.completion_ids
     return completion_logprobs(
-      self.lm,
-      params,
-      batch.prompt_ids,
-      batch.prompt_mask,
-      batch.completion_ids,
-      batch.packing,
-      sampling=self.sampling,
-      chunk_size=self.chunk_size,
-      entropy_gradient=self.has_bonus,
-      load_weights=weights,
-      replayed=replayed,
-      reference=reference,
+      *(self.lm, params, *tokens, batch.packing),
+      *(weights, replayed, reference),
+      **self.scoring,
     )
 
 

@@ -34,10 +34,9 @@ def init_state(
   """State before the first step; ValueError for arguments it cannot use."""
   arguments.check_params(params)
   opt_state = arguments.init_optimizer(tx, params)
-  key = random_key(key)
   # Donating the state needs a separate buffer per counter.
-  step, prompts, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
-  return TrainState(params, opt_state, key, step, prompts, skipped)
+  counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
+  return TrainState(params, opt_state, random_key(key), *counters)
 
 
 def diagnosis_key(state: TrainState) -> Key[Array, ""]:

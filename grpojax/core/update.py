@@ -191,8 +191,9 @@ def make_update(
     state, applied = _apply(tx, state, gradient.grads, options.max_grad_norm)
     metrics = [{"mean": {"loss": gradient.loss}}, gradient.metrics, applied]
     if terms.has_bonus:
-      logged = {"entropy_coefficient": jnp.asarray(coefficient)}
-      metrics.append({"mean": logged})
+      metrics.append(
+        {"mean": {"entropy_coefficient": jnp.asarray(coefficient)}}
+      )
       no_tokens = ~jnp.any(batch.completion_mask)  # hence no entropy
       entropy = jnp.sum(gradient.mean_entropy)
       skip = applied["sum"]["skipped_updates"] | no_tokens

@@ -259,7 +259,11 @@ def _of_class(
     values = example if tools else {"seed": seed, "options": example}
     with replay.closed_on_error(instance):
       value = instance.reset(**_accepted(instance.reset, values))
-      return instance, _read_reset(value)
+      pair = isinstance(value, tuple) and len(value) == 2
+      if pair and isinstance(value[1], Mapping):
+        value, _ = value  # an observation, and gymnasium's information
+      has_fields = is_step(value) or _is_result(value)
+      return instance, _read(value if has_fields else Step(value))
 
   reward = None
   if tools and "get_reward" in methods:
@@ -285,14 +289,6 @@ def _of_class(
     _check(f"{subject}: {name}", described[name], is_tool=True)
   play = replay.Replay(begin, act, reward)
   return HostEnvironment(play.reset, play.step, described, play.end, play.close)
-
-
-def _read_reset(value: Any) -> Step:
-  """Converts the result of a class's `reset` to a Step."""
-  if isinstance(value, tuple) and len(value) == 2:
-    first, info = value
-    value = first if isinstance(info, Mapping) else value
-  return _read(value if is_step(value) or _is_result(value) else Step(value))
 
 
 def _read(value: Any) -> Step:

@@ -268,6 +268,7 @@ def feed(
     samples.experts is not None,
     positions=positions,
   )
+  real = jnp.arange(size) < lengths[..., None]
   index = jnp.arange(rows.turns.shape[-1]) - samples.length[..., None]
   read = (index >= 0) & (index < lengths[..., None])
   new = jnp.take_along_axis(ids, jnp.clip(index, 0, size - 1), axis=-1)
@@ -275,12 +276,7 @@ def feed(
     samples=samples._replace(
       ids=jnp.where(read, new, samples.ids),
       length=samples.length + lengths,
-      experts=_record(
-        samples.experts,
-        experts,
-        positions,
-        jnp.arange(size) < lengths[..., None],
-      ),
+      experts=_record(samples.experts, experts, positions, real),
     ),
     turn=rows.turn + complete,
     waiting=rows.waiting & ~complete,

@@ -122,8 +122,16 @@ def grpo_loss(
       f"beta = {beta} adds a KL term, which needs ref_logprobs: pass the "
       "reference's parameters, ref_params, to make_batch, or set beta = 0"
     )
-  others = (logprobs, weights, old_logprobs, ref_logprobs, exact_kl)
-  _check_shapes(mask, advantages, (*others, token_mask, is_weights))
+  optional = old_logprobs, ref_logprobs, exact_kl, token_mask, is_weights
+  arrays = mask, logprobs, weights, *(x for x in optional if x is not None)
+  shapes = [x.shape for x in arrays]
+  fits = advantages.shape in (mask.shape[:2], mask.shape)
+  if len(set(shapes)) > 1 or not fits:
+    # They may broadcast and silently give another loss.
+    raise ValueError(
+      "grpo_loss takes advantages [B, G] or [B, G, T], and all other arrays as "
+      f"[B, G, T]; got advantages {advantages.shape} and {shapes}"
+    )
   logprobs = clean_logprobs(logprobs, mask)
   old = logprobs if old_logprobs is None else clean_logprobs(old_logprobs, mask)
   old = jax.lax.stop_gradient(old)
@@ -152,19 +160,6 @@ def grpo_loss(
   loss = jnp.sum(weights * jnp.where(mask, per_token, 0.0))
   aux = {"ratio": ratios, "kl": logged_kl} | surrogate_aux
   return loss, jax.tree.map(jax.lax.stop_gradient, aux)
-
-
-def _check_shapes(
-  mask: Array, advantages: Array, others: tuple[Array | None, ...]
-) -> None:
-  # Other shapes may broadcast and silently give another loss.
-  shapes = [mask.shape] + [x.shape for x in others if x is not None]
-  fits = advantages.shape in (mask.shape[:2], mask.shape)
-  if len(set(shapes)) > 1 or not fits:
-    raise ValueError(
-      "grpo_loss takes advantages [B, G] or [B, G, T], and all other arrays as "
-      f"[B, G, T]; got advantages {advantages.shape} and {shapes}"
-    )
 
 
 def _check_surrogate(per_token: Any, aux: dict[str, Any], mask: Array) -> None:
