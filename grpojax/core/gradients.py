@@ -218,15 +218,10 @@ def minibatch_totals(
 
   entropies, load = jax.lax.map(entropy_and_load, batch)
   load = jax.tree.map(lambda x: jnp.sum(x, axis=0), load)
-  token_mask = None
-  if terms.selects_tokens:
-    token_mask = entropy_lib.highest_entropy(
-      entropies, mask, share=terms.entropy_share
-    )
-  counted = mask if token_mask is None else token_mask
-  return MinibatchTotals(
-    token_mask=token_mask, token_count=jnp.sum(counted), expert_load=load
-  )
+  if not terms.selects_tokens:
+    return MinibatchTotals(None, jnp.sum(mask), load)
+  token_mask = entropy_lib.highest_entropy(entropies, mask, terms.entropy_share)
+  return MinibatchTotals(token_mask, jnp.sum(token_mask), load)
 
 
 def _reduce_metrics(

@@ -191,9 +191,8 @@ def make_update(
     state, applied = _apply(tx, state, gradient.grads, options.max_grad_norm)
     metrics = [{"mean": {"loss": gradient.loss}}, gradient.metrics, applied]
     if terms.has_bonus:
-      metrics.append(
-        {"mean": {"entropy_coefficient": jnp.asarray(coefficient)}}
-      )
+      logged = {"entropy_coefficient": jnp.asarray(coefficient)}
+      metrics.append({"mean": logged})
       no_tokens = ~jnp.any(batch.completion_mask)  # hence no entropy
       entropy = jnp.sum(gradient.mean_entropy)
       skip = applied["sum"]["skipped_updates"] | no_tokens

@@ -172,8 +172,7 @@ def dppo_tv(
     moved = jnp.sign(moved) * jnp.maximum(divergence, 0.0)
   above = (moved > dppo_high) & (advantages > 0)
   below = (moved < -dppo_low) & (advantages <= 0)
-  weights = jax.lax.stop_gradient(jnp.minimum(ratios, dppo_ratio_max))
-  loss = _reinforce(weights, logprobs, advantages)
+  loss = _reinforce(jnp.minimum(ratio, dppo_ratio_max), logprobs, advantages)
   aux = {"clip_fraction_low": below, "clip_fraction_high": above}
   return jnp.where(above | below, 0.0, loss), aux
 
@@ -244,8 +243,7 @@ def vespo(
   k = jnp.where(positive, vespo_k_pos, vespo_k_neg)
   rate = jnp.where(positive, vespo_lambda_pos, vespo_lambda_neg)
   phi = jnp.exp(xlogy(k, ratios) + rate * (1 - ratios))
-  loss = _reinforce(phi, logprobs, advantages)
-  return loss, {"gradient_weight": phi}
+  return _reinforce(phi, logprobs, advantages), {"gradient_weight": phi}
 
 
 def dro(

@@ -73,7 +73,8 @@ def completion_logprobs(
     return logprobs_and_load(
       lm, params, prompt_ids, prompt_mask, ids, load_weights, **options
     )
-  sizes, (_, g, t) = rows.sizes, ids.shape
+  sizes = rows.sizes
+  _, g, t = ids.shape
   sample = rows.sample_of_token[:, None]
   position = rows.position_of_token[:, None]
   # The samples of a device are counted, and so are the tokens in them.
