@@ -161,7 +161,6 @@ def _blocks(vocab_size: int) -> int:
 
 def uniform(keys: Key[Array, "*n"], count: int) -> Float[Array, "*n {count}"]:
   """Draws `count` numbers per key, odd multiples of 2^-24 in (0, 1)."""
-
   draw = lambda key: jax.random.uniform(random_key(key), (count,))
 
   # The number 0 would select the first weight, however small.
