@@ -141,8 +141,7 @@ REFUSED = [
     r"step\(state, prompts, ref_params\)",
     lambda lm: trace(lm, objective=Objective(beta=0.1)),
   ),
-  (UNKNOWN_END, lambda lm: trace(lm, eos_ids=-1)),
-  (UNKNOWN_END, lambda lm: trace(lm, eos_ids=(0, 32))),
+  (UNKNOWN_END, lambda lm: trace(lm, eos_ids=(0, -1))),
   (UNKNOWN_END, lambda lm: trace(lm, eos_ids=2**31)),
   (
     r"tuple: give grpojax.Prompts\(",  # before annotations are checked

@@ -38,13 +38,11 @@ def model(name):
   changes = {
     "one_stack": {"layers": 9},
     "windows": {"local_layers": (True, False), "window": 5},
-    "bfloat16": {"qkv_bias": True},
     "lora": {},
     "experts": {"experts": 3, "experts_per_token": 2},
   }
   config = TransformerConfig(**SHAPE | {"layers": 2} | changes[name])
-  dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
-  lm, rng = transformer(config, dtype=dtype), np.random.default_rng(1)
+  lm, rng = transformer(config), np.random.default_rng(1)
 
   large = lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, jnp.float32)
   fill = lambda shapes: jax.tree.map(large, shapes)

@@ -14,7 +14,6 @@ from flax import nnx
 import grpojax
 from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import sample
-from grpojax.core.environment import Environment, Observation
 from grpojax.core.packing.micro_batches import draw_orders
 from grpojax.core.random_keys import random_key, seed_key
 from grpojax.core.rollout import rollout
@@ -27,24 +26,10 @@ PROMPTS = Prompts(
 SIZES = {"group_size": 2, "max_new_tokens": 3, "eos_ids": (0,)}
 
 
-def dice(turns=2):
-  """Returns an environment whose observations are drawn from its key."""
-
-  def step(state, ids, length, key):
-    drawn = jax.random.randint(key, (1,), 1, 10)
-    return state, Observation(drawn, jnp.int32(1), 0.0, False)
-
-  return Environment(lambda target, key: target, step, 1, turns)
-
-
 LM = grpojax.from_apply(  # a table of the next token's logits
   lambda params, ids, *_: params[ids], lambda key: jnp.zeros((9, 9))
 )
 TABLE = LM.init(None)
-
-
-def drawn_rollout(key, **options):
-  return rollout(LM, TABLE, PROMPTS, key, **SIZES, **options).completion_ids
 
 
 def trained(key):
@@ -62,28 +47,23 @@ DRAWS = {
   "token": lambda key: sample(key, jnp.zeros(999))[0],
   "seeds of episodes": lambda key: chunks.episode_seeds(key, shape=(2, 2)),
   "orders": lambda key: draw_orders(key, 8, 4, 4)[1:],
-  "rollout": drawn_rollout,
-  "environment": lambda key: drawn_rollout(key, environment=dice()),
-  "step": trained,
+  "rollout": lambda key: (
+    rollout(LM, TABLE, PROMPTS, key, **SIZES).completion_ids
+  ),
   "transformer": lambda key: DECODER.init(key)["layers"]["q"],
   "linen": lambda key: LINEN.init(key)["embedding"],
   "nnx": lambda key: NNX.init(key)["embedding"],
 }
-SLOW = ("environment", "step")
 
 
 @pytest.mark.parametrize(
   "impl", ["rbg", pytest.param("unsafe_rbg", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
-    for name in DRAWS
-  ],
+  "name", [*DRAWS, pytest.param("step", marks=pytest.mark.slow)]
 )
 def test_each_row_draws_from_its_key_as_threefry(name, impl):
-  draw = jax.jit(DRAWS[name])
+  draw = jax.jit(DRAWS.get(name, trained))
   keys = jax.random.split(jax.random.key(7, impl=impl), 3)
   expected = [draw(random_key(key)) for key in keys]
   np.testing.assert_allclose(jax.vmap(draw)(keys), expected, atol=1e-6)
