@@ -132,7 +132,7 @@ seen = lambda **changes: lambda s: (s, SEEN._replace(**changes))
   [
     (seen(), {"max_turns": 0}, "max_turns=0"),
     (seen(), {"max_turns": 2.0}, "max_turns=2.0"),
-    (seen(), {"targets": jnp.zeros(2)}, "that of the prompts, .3,"),
+    (seen(), {"targets": jnp.zeros(2)}, "must be the prompts', .3,"),
     (lambda s: (s, tuple(SEEN)), {}, "must return .state, Observation"),
     (seen(ids=IDS[:2]), {}, r"ids must be .*\(3,\)"),
     (seen(ids=[1, 2, 3]), {}, "ids must be integer"),
@@ -193,7 +193,7 @@ def test_groups_of_equal_returns_can_differ_in_their_turns(tiny):
 @pytest.mark.parametrize(
   "t_max, tokens, layers, formats",
   [
-    (24, 7, 2, {"weights_dtype": "int8", "cache_dtype": "int8"}),
+    (24, 7, 2, {"weights_dtype": "int8"}),
     (112, 32, 2, {}),
     pytest.param(24, 7, 9, {}, marks=pytest.mark.long),  # a stack of layers
   ],
@@ -210,6 +210,12 @@ def test_host_and_device_environments_give_equal_trajectories(
   result = play(functions, model.params, host_answers())
   jax.tree.map(functools.partial(close, atol=2e-5), result, expected)
   assert (result.turns >= 2).any()
+
+
+def test_the_first_cache_has_its_dtype(tiny):
+  begin, *_ = programs(tiny.lm, 24, 1, cache_dtype="int8")
+  cache = jax.eval_shape(lambda: begin(tiny.params, PROMPTS, KEY).cache)
+  assert cache.blocks[0][0].keys.dtype == jnp.int8
 
 
 @pytest.mark.slow
