@@ -130,7 +130,6 @@ REFUSED = [
   ("did you mean clip_high", lambda lm: Objective(clip_hi=0.3)),
   ("did you mean minibatches", lambda lm: UpdateOptions(minibatch=2)),
   ("use one of advantage, subset_size", lambda lm: Objective(zzz=1)),
-  ("mean group_size", lambda lm: make_step(lm, group_sizes=2)),
   (r"objective=Objective\(beta=", lambda lm: make_step(lm, beta=1)),
   # Rewards on the host, and an error of the user's function.
   (HOST, lambda lm: trace(lm, lambda x, _: np.asarray(x.logprobs).sum(-1))),
