@@ -59,7 +59,6 @@ def metrics(
   arrays["mismatch_mean"] = mismatch
   count = jnp.maximum(jnp.sum(mask), 1)
   means = {k: jnp.sum(jnp.where(mask, v, 0)) / count for k, v in arrays.items()}
-
   real = jnp.any(mask, axis=-1)
   log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)
   # Relative to the largest weight, which leaves shares unchanged.
