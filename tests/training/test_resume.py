@@ -22,7 +22,7 @@ from grpojax.runtime.terminal import screen
 from grpojax.runtime.text import tokenizer
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import splits
-from grpojax.training.report import reporting
+from grpojax.training.report import reporting, run_report
 from grpojax.training.run import open_run, start
 
 
@@ -177,16 +177,17 @@ def test_files_removed_during_training_end_the_run(
         data.write_text(lines.replace("+1=", "+2="))
     append(path, row)
 
-  def before_a_save(*_):
+  def before_a_save(_):
     run.rename(tmp_path / "renamed")
 
-  if gone == "before a save":
-    monkeypatch.setattr(reporting, "report_when_due", before_a_save)
-  else:
-    monkeypatch.setattr(records, "append_jsonl", append_jsonl)
   settings = {"data.name": "jsonl", "data.path": str(data), "steps": 4}
   settings |= {"data.options.test": 0.5, "eval.every": 9}
   settings["checkpoint.every"] = 1 if gone == "before a save" else 9
+  if gone == "before a save":
+    monkeypatch.setattr(run_report, "write", before_a_save)
+    settings["log.report_every"] = 1
+  else:
+    monkeypatch.setattr(records, "append_jsonl", append_jsonl)
   with pytest.raises(SystemExit) as ended:
     train_short(**settings)
   assert re.match(text, ended.value.code)

@@ -22,7 +22,7 @@ from grpojax.training.config import from_config
 from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
-from grpojax.training.step.timer import Timer
+from grpojax.training.step.host import Timer
 
 B, G, T = 4, 3, 6
 EXAMPLES = [{"prompt_text": str(i), "answer": "1"} for i in range(B)]

@@ -210,7 +210,6 @@ def evaluate_held_out(
 
 
 def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
-  """Describes an evaluation in a line."""
   accuracy, reward = (
     [row.get(f"{name}{end}") for end in ("", "_low", "_high")]
     for name in ("accuracy", REWARD)
@@ -336,7 +335,6 @@ def _interval(row: Mapping[str, Any], name: str) -> list[float]:
 def _summarize(
   run: Run, progress: Progress, steps: int, model_step: int
 ) -> dict[str, Any]:
-  """Writes the learning curve, report and summary; returns the summary."""
   metrics = run.file(run_directory.METRICS)
   pictures.learning_curve(metrics, run.file(run_directory.CURVE))
   summary = {
@@ -380,10 +378,3 @@ def _summarize(
   run_report.write(run.directory, finished=True)
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
-
-
-def report_when_due(run: Run, step: int) -> None:
-  """Writes the report every `log.report_every` steps."""
-  every = run.settings.log.report_every
-  if every and step % every == 0 and distributed.is_main():
-    run_report.write(run.directory)
