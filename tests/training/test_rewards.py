@@ -2,7 +2,6 @@
 
 import functools
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.step import batch as batch_lib
-from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.episodes import sampled
 
@@ -289,25 +287,6 @@ def test_a_large_offset_of_a_group_keeps_its_differences(
   settings = settings_with(advantage="shrinkage")
   placed, _ = rewards_lib.place_rewards(settings, scores, one_device)
   np.testing.assert_array_equal(placed, total.astype(np.float32))
-
-
-def test_a_diagnosis_subtracts_the_mean_of_large_rewards(
-  monkeypatch, one_device
-):
-  monkeypatch.setattr(host, "diagnosis_key", lambda state: None)
-  step = types.SimpleNamespace(
-    mesh=one_device,
-    diagnose=lambda params, rollout, rewards, *_: {"rewards": rewards},
-    check_signals=lambda: None,
-  )
-  state = types.SimpleNamespace(params=None)
-  rewards = np.array([[1e8, 1e8 + 1], [1e8 + 3, NAN]])
-  scores = groups.GroupRewards(rewards, {}, np.isnan(rewards), [[], []])
-  diagnose = host.HostStep._diagnose.__wrapped__  # without type checks
-  metrics = diagnose(step, state, None, scores)
-  expected = [[-4 / 3, -1 / 3], [5 / 3, NAN]]
-  np.testing.assert_allclose(metrics["rewards"], expected, rtol=1e-6)
-  assert np.isnan(metrics["gradient_mse_vanilla"])
 
 
 def test_rewards_that_differ_by_rounding_become_equal():
