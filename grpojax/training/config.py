@@ -55,13 +55,6 @@ def _declared() -> Section:
 SETTINGS = _declared()
 """Declarations of all settings: defaults, texts, choices, ranges."""
 
-CHOICES = {
-  name: tuple(setting.choices)
-  for name, setting in settings_lib.flat_settings(SETTINGS)
-  if setting.choices
-}
-"""Choices of settings, by dotted path."""
-
 
 def default_config() -> ConfigDict:
   """Returns the config of all defaults, locked."""

@@ -9,7 +9,6 @@ import pytest
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import (
-  CHOICES,
   SETTINGS,
   default_config,
   from_config,
@@ -202,7 +201,7 @@ def test_invalid_values_are_reported_before_conflicts():
     "over the vocabulary)",
     "  --config.advantage = 'oracle': needs the true value of each prompt, "
     "which training does not know: use one of "
-    f"{', '.join(CHOICES['advantage'])}",
+    f"{', '.join(SETTINGS.fields['advantage'].choices)}",
     "  --config.optim.b2 = 1.0: must be in [0, 1) (decay of the second moment)",
   ]
   assert len(errors_of(config_of(conflicts))) == 2

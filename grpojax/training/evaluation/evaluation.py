@@ -41,8 +41,6 @@ VOTING = ("exact_answer", *functions.READ_ANSWERS)
 REWARD = "reward"
 TITLES = {"accuracy": "greedy accuracy", REWARD: "mean reward"}
 
-Batches = Iterable[tuple[Prompts, list[dict[str, Any]]]]
-
 
 class HeldOut(NamedTuple):
   """Held-out problems for one model."""
@@ -131,7 +129,7 @@ def evaluate(
   policy: Policy,
   params: Params,
   sampler: Callable[..., Any],
-  batches: Batches,
+  batches: Iterable[tuple[Prompts, list[dict[str, Any]]]],
   reward_pool: rewards_lib.RewardPool,
   step: int,
   mesh: jax.sharding.Mesh | None = None,

@@ -36,7 +36,6 @@ from grpojax.training.report import run_report
 from grpojax.training.run import run_directory
 from grpojax.training.run.progress import Progress, troubles
 from grpojax.training.run.start import Run
-from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import AUTO, TrainSettings
 
 KEPT_FAILURES = 20  # per step, in failures.jsonl
@@ -285,14 +284,6 @@ def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
     _append(run, run_directory.SAMPLES, {"step": step} | sample)
   if shown:
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
-
-
-def speed(settings: TrainSettings, row, seconds: float) -> dict[str, float]:
-  """Returns a step's seconds and its sampled tokens per second."""
-  samples = batches_lib.samples_per_step(settings)
-  samples *= row.get("gen_batches", 1)
-  tokens = samples * float(row["completion_length_mean"])
-  return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
 
 
 def finish(

@@ -31,7 +31,7 @@ from grpojax.training.run import open_run, run_directory, run_storage
 from grpojax.training.run import progress as progress_lib
 from grpojax.training.run.progress import Progress
 from grpojax.training.run.start import Run
-from grpojax.training.settings.batches import draw_parts
+from grpojax.training.settings.batches import draw_parts, samples_per_step
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import device, difficulty, host, reference, rewards
 from grpojax.training.step import pending as pending_lib
@@ -133,7 +133,10 @@ def remaining_steps(
     row = {"step": number, "group_size": group_size, **metrics}
     row["train_seconds"] = now - began
     row["seconds_compile"] = seconds_compile
-    row |= reporting.speed(settings, row, now - start)
+    samples_drawn = samples_per_step(settings) * row.get("gen_batches", 1)
+    tokens = samples_drawn * float(row["completion_length_mean"])
+    row["seconds_step"] = now - start
+    row["tokens_per_second"] = tokens / row["seconds_step"]
     progress = progress_lib.after(progress, row)
     if diagnosed:
       row = progress_lib.with_pooled_group_size(progress, row)
