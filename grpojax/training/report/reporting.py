@@ -354,10 +354,10 @@ def _summarize(
     best_size, *interval = comparisons.group_size(columns) or unknown
     summary["optimal_group_size"] = best_size
     summary["optimal_group_size_interval"] = interval
-    if run.settings.group_size != AUTO:
-      summary["gradient_error_of_best"] = comparisons.error_of_best(
-        columns, run.settings.group_size
-      )
+    size = run.settings.group_size
+    if size != AUTO:
+      error = comparisons.error_of_best(columns, size)
+      summary["gradient_error_of_best"] = error
   if row := progress.evaluations.get("best"):
     summary["best_step"] = row["step"]
     summary["best_accuracy"] = row["accuracy"]

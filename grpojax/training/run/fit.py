@@ -64,10 +64,9 @@ class _PromptStream:
       self._batches = map(functools.partial(difficulty.draw, *args), [state])
     elif self._group_size != group_size:
       self._group_size = group_size
-      start, parts = int(state.prompts_consumed), draw_parts(settings)
-      self._batches = prompts_lib.training_batches(
-        *args, start=start, parts=parts
-      )
+      start = int(state.prompts_consumed)
+      parts = draw_parts(settings)
+      self._batches = prompts_lib.training_batches(*args, start, parts)
 
   def take(self, step: int, count: int = 1):
     """Returns the next `count` parts; `Stopped` for missing or changed data."""
@@ -270,9 +269,8 @@ def run(
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
     stack.enter_context(compilation.memory_errors())
-    requested = stack.enter_context(
-      interrupts.sigterm_requests(distributed.several())
-    )
+    sigterm = interrupts.sigterm_requests(distributed.several())
+    requested = stack.enter_context(sigterm)
     interrupted = stack.enter_context(interrupts.raising_ctrl_c())
     progress_screen = screen.Screen(settings.log.every)
     announce = functools.partial(print, flush=True)

@@ -60,10 +60,7 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
   path = hub_pins.pinned(settings, model.teacher)
   try:
     teacher = policy_lib.open_policy(
-      path,
-      model.dtype,
-      attention=model.attention,
-      ignore_keys=model.ignore_keys,
+      path, model.dtype, "none", model.attention, model.ignore_keys
     )
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
       raise ValueError(

@@ -95,11 +95,10 @@ def check(
   reward_pool = stack.enter_context(
     rewards_lib.open_reward_pool(settings, reward_model)
   )
-  if reward_pool.environment is not None:
+  environment = reward_pool.environment
+  if environment is not None:
     first = run.train.examples[0]
-    episodes.check(
-      settings, policy, reward_pool.environment, first, check_signals
-    )
+    episodes.check(settings, policy, environment, first, check_signals)
   stack.enter_context(jax.set_mesh(mesh))
   return run._replace(policy=policy, reward_pool=reward_pool)
 
