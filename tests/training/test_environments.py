@@ -107,18 +107,6 @@ def test_turns_have_their_own_tokens_rewards_and_advantages(go, capsys):
 
 
 @pytest.mark.long
-def test_samples_do_not_depend_on_parts_and_workers(go):
-  plain = go("plain", steps=1)
-  more = {"sampling.parts": 2, "environment.workers": 2}
-  parts = go("parts", steps=1, **more)
-  keys = "prompt", "tokens", "turns", "reward"
-  first, other = (
-    [[row[k] for k in keys] for row in rows_of(run)] for run in (plain, parts)
-  )
-  assert first == other and len(first) == 32
-
-
-@pytest.mark.long
 def test_a_prompt_that_becomes_too_long_fails_its_group(go, write):
   length = "len(example['prompt'])"
   observes = f"' 1' * (99 if {length} == 4 else {length})"

@@ -145,13 +145,12 @@ def evaluate(
   the number of finished prompts, from 0.
   """
   rewards, texts, evaluated, lengths, failures = [], [], [], [], []
+  pool = reward_pool.pool
   key = seed_key(settings.seed)
   on_progress(0)
   for i, (prompts, examples) in enumerate(batches):
     check_signals(together=True)
-    examples = rewards_lib.with_step(
-      reward_pool.pool, examples, step, settings.steps
-    )
+    examples = rewards_lib.with_step(pool, examples, step, settings.steps)
     # Empty prompts fill the last batch, so that a single program compiles.
     missing = settings.eval.batch_size - len(prompts.prompt_ids)
     pad = lambda x, n=missing: np.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1))
