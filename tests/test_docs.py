@@ -15,9 +15,9 @@ from grpojax.models import huggingface as hf
 from grpojax.rewards import functions
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
-from grpojax.runtime.cli.settings import free_sections
+from grpojax.runtime.cli.settings import flat_settings, free_sections
 from grpojax.training import config as train_config
-from grpojax.training.config import CHOICES, from_config
+from grpojax.training.config import from_config
 
 ids = lambda page: page.name
 every_page = pytest.mark.parametrize("page", lib.PAGES, ids=ids)
@@ -26,6 +26,11 @@ PACKAGE = lib.ROOT / "grpojax"
 CODE = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
 SETTINGS = config_lib.flatten(train_config.default_config())
 SECTIONS = {name.split(".")[0] for name in SETTINGS if "." in name}
+CHOICES = {
+  name: option.choices
+  for name, option in flat_settings(train_config.SETTINGS)
+  if option.choices
+}
 # Sections with free keys.
 FREE = tuple(free_sections(train_config.SETTINGS))
 # Pages with tables of other libraries' names and ours.

@@ -83,7 +83,7 @@ def teacher_shape(settings: TrainSettings) -> TransformerConfig | None:
   """Returns the shape of the teacher, if any."""
   if not settings.model.teacher:
     return None
-  path = hub_pins.teacher(settings)
+  path = hub_pins.pinned(settings, settings.model.teacher)
   return hf.to_transformer_config(read_model(path, settings.model.ignore_keys))
 
 
@@ -116,7 +116,8 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
   params, ref_params = sharding.placed(whole, mesh), None
   if settings.model.teacher:
-    of_teacher = read_model(hub_pins.teacher(settings), ignore_keys)
+    path = hub_pins.pinned(settings, settings.model.teacher)
+    of_teacher = read_model(path, ignore_keys)
     teacher = _policy(settings, of_teacher, platform)
     policy = policy._replace(teacher=teacher)
     frozen = jnp.dtype(settings.model.dtype)

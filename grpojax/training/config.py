@@ -31,23 +31,11 @@ AT_TOP = {
 _TOP_FIELDS = {name: tuple(path.split(".")) for name, path in AT_TOP.items()}
 _TOP_OF_FIELD = {path: name for name, path in AT_TOP.items()}
 
-MOST_CHANGED = (
-  "name",
-  "model.path",
-  "data.name",
-  "data.path",
-  "data.max_prompt_length",
-  "reward.functions",
-  "steps",
-  "batch_size",
-  "group_size",
-  "sampling.max_new_tokens",
-  "sampling.temperature",
-  "advantage",
-  "loss.beta",
-  "lora.rank",
-  "optim.learning_rate",
-  "optim.micro_batches",
+MOST_CHANGED = tuple(
+  "name model.path data.name data.path data.max_prompt_length reward.functions "
+  "steps batch_size group_size sampling.max_new_tokens sampling.temperature "
+  "advantage loss.beta lora.rank optim.learning_rate "
+  "optim.micro_batches".split()
 )
 
 LORA_RATE = 1e-5  # usual rate of adapters, 10 times that of full fine-tuning
@@ -66,13 +54,6 @@ def _declared() -> Section:
 
 SETTINGS = _declared()
 """Declarations of all settings: defaults, texts, choices, ranges."""
-
-CHOICES = {
-  name: tuple(setting.choices)
-  for name, setting in settings_lib.flat_settings(SETTINGS)
-  if setting.choices
-}
-"""Choices of settings, by dotted path."""
 
 
 def default_config() -> ConfigDict:
@@ -96,17 +77,14 @@ def parse_job(
   The default job is arithmetic.py for an embedded model and own_model.py, with
   a lower learning rate, for other models (10 times that rate for adapters).
   """
-  job = default_job()
-  parse = functools.partial(
-    command_line.parse, argv, flags, declared, about, lambda: job
-  )
-  config, values = parse()
-  if config.model.path not in os.listdir(hf.ASSETS):
-    job = default_job("own_model")
-    if config.lora.rank:
-      job.optim.learning_rate = LORA_RATE
-    config, values = parse()
-  return config, values
+  parse = functools.partial(command_line.parse, argv, flags, declared, about)
+  config, values = parse(default_job)
+  if config.model.path in os.listdir(hf.ASSETS):
+    return config, values
+  job = default_job("own_model")
+  if config.lora.rank:
+    job.optim.learning_rate = LORA_RATE
+  return parse(lambda: job)
 
 
 def from_config(config: ConfigDict) -> TrainSettings:

@@ -101,14 +101,10 @@ def open_policy(
     )
   eos_ids = tokenizer_lib.eos_ids(directory, tokenizer, config.vocab_size)
   gaps = tokenizer_lib.gaps(tokenizer, config.vocab_size, eos_ids)
+  options = {"dtype": jnp.dtype(dtype), "remat": remat, "attention": attention}
   return Policy(
     directory,
-    transformer(
-      dataclasses.replace(config, gaps=gaps),
-      dtype=jnp.dtype(dtype),
-      remat=remat,
-      attention=attention,
-    ),
+    transformer(dataclasses.replace(config, gaps=gaps), **options),
     tokenizer,
     eos_ids,
     tokenizer_lib.pad_id(tokenizer),

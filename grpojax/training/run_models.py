@@ -73,9 +73,8 @@ def load(
 
 def best_step(run: str | pathlib.Path) -> int:
   """Returns the step of the best checkpoint; ValueError if it is not saved."""
-  with checkpoint.open_checkpointer(
-    run_storage.checkpoints(run), readonly=True
-  ) as checkpointer:
+  saved = run_storage.checkpoints(run)
+  with checkpoint.open_checkpointer(saved, readonly=True) as checkpointer:
     steps = checkpoint.steps(checkpointer)
     notes = checkpoint.read_notes(checkpointer, steps[-1]) if steps else {}
   step = best_lib.step(progress.from_notes(notes).evaluations)

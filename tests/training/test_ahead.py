@@ -17,7 +17,7 @@ from grpojax.data.examples import READ
 from grpojax.environments.episodes import play_together
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import rewards as rewards_lib
-from grpojax.training.step.timer import Timer
+from grpojax.training.step.host import Timer
 
 B, G, STEPS = 4, 4, 6
 

@@ -9,7 +9,6 @@ import pytest
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import (
-  CHOICES,
   SETTINGS,
   default_config,
   from_config,
@@ -65,6 +64,7 @@ AUTO = "group_size=auto diagnostics.every=1"
 AGGREGATED = "reward.aggregation=normalize_then_sum"
 FILTERED = "filter_groups.enable"
 BY_DIFFICULTY = "difficulty.priority=varies"
+WEIGHTED = f"{BY_DIFFICULTY} difficulty.importance_weights"
 K1 = "loss.beta=0.1 loss.kl=k1 loss.kl_placement=reward"
 EXACT = "loss.beta=1 loss.kl=exact"
 AHEAD = "sampling.ahead=1 loss.correction=sequence_truncate"
@@ -82,13 +82,9 @@ PLAYED = "environment.path=retry"
 BY_TURN = f"{PLAYED} environment.credit=turn"
 RETURN = "reward.functions=environment"
 REFUSED = [
-  # Ranges.
-  ("batch_size=0", "batch_size = 0"),
   ("optim.learning_rate=nan", "optim.learning_rate = nan"),
-  # Names and texts.
   ("model.path=", "model.path = '': give a Hugging Face directory"),
   ("sampling.temperature=1e-9", "1e-09: must be 0.01 or more"),
-  ("sampling.temperature=1e9", "1000000000.0: must be in [0, 100]"),
   ("lora.targets=layers/(q", "is not a regular expression: missing )"),
   ("optim.name=adafactor optim.moments_dtype=bfloat16", "use 'float32', or"),
   ("lora.rank=4 diagnostics.last_layers=1", "as a whole: use 0"),
@@ -96,7 +92,6 @@ REFUSED = [
   ("profile.steps=39:41", "the last step is 40"),
   # Loss and reference.
   ("loss.beta=0.1 loss.kl=k1", "has a gradient of mean zero"),
-  (f"{K1} loss.kl=k3", "use k1"),
   (f"{EXACT} loss.kl_placement=ratio", "use k1 or k3"),
   (f"{EXACT} model.reference=host", "model.reference = 'host': loss.kl ="),
   ("model.reference_every=1", "use 0, or loss.beta > 0"),
@@ -126,10 +121,7 @@ REFUSED = [
   ("sampling.weights_dtype=int8", "loss.correction = 'none': samples in int8"),
   (f"sampling.cache_dtype=int8 optim.epochs=2 {TRAINER}", "(cache_dtype) are"),
   (f"{INT8} {K1}", "loss.kl_placement = 'reward': the penalty uses the"),
-  ("sampling.ahead=1 loss.correction=geometric_mask", "samples drawn before"),
   ("sampling.ahead=1", "loss.correction = 'none': samples drawn before the"),
-  # dro has no ratio.
-  ("sampling.ahead=1 optim.minibatches=2 loss.surrogate=dro", "drawn before"),
   (f"{AHEAD} {FILTERED}", "filter_groups.enable = True"),
   (f"{AHEAD} difficulty.priority=spread", "difficulty.priority ="),
   (f"sampling.ahead=1 optim.epochs=2 {AUTO}", "sampling.ahead = 1: group_size"),
@@ -146,7 +138,6 @@ REFUSED = [
   (f"{MIXED}.wieght=1", ".gsm8k.wieght = 1: unknown key: use name, path"),
   (f"{MIXED}.weight=0", ".gsm8k.weight = 0: must be a positive number"),
   (f"{MIXED}.name=gsm9k", "name = 'gsm9k': use one of arithmetic, gsm8k"),
-  (f"{MIXED}.path=3", ".gsm8k.path = 3: must be a string"),
   (f"{MIXED}.rewards=length", "rewards = 'length': use names of reward.fun"),
   (f"{MIXED}.rewards=exact_answer {TWO}", "uses length: remove it"),
   (f"{MIXED}=3", "data.mixture.gsm8k = 3: is a section"),
@@ -157,17 +148,12 @@ REFUSED = [
   ("model.path=a/b model.revision=../x", "a branch, tag"),
   ("model.path=a/b@v1 model.revision=v2", "remove one of them"),
   # Parts of a step.
-  (
-    "loss.correction=token_mask optim.epochs=2",
-    "with several updates per step",
-  ),
+  ("loss.correction=token_mask optim.epochs=2", "several updates per step"),
   (f"{AGGREGATED} reward.on_device", "normalize', or reward.on_device = False"),
   (f"{AGGREGATED} group_size=1 advantage=vanilla", "a group of 1 has no"),
   (f"{AGGREGATED} advantage=beta_binomial", "cannot read normalised"),
   (f"{AGGREGATED} {K1}", "a KL penalty in the reward is in nats"),
-  (f"{FILTERED} reward.on_device", "filter_groups.enable = True: the step is"),
   (f"{FILTERED} advantage=vanilla", "also uses groups of equal rewards: use"),
-  (f"{FILTERED} {K1}", "gives groups of equal rewards a gradient"),
   (f"{FILTERED} filter_groups.gen_parts=3", "gen_parts = 3: must divide a"),
   (f"{FILTERED} {TWO} {ACCURACY}", "may differ in other rewards"),
   (f"{IN_PARTS} sampling.parts=3", "sampling.parts = 3: must divide"),
@@ -176,10 +162,7 @@ REFUSED = [
   ("difficulty.target=0.5,1", "inside (0, 1)"),
   ("difficulty.importance_weights", "no priorities to correct for: use False"),
   (f"{BY_DIFFICULTY} reward.on_device", "priority = 'varies': the step is one"),
-  (
-    f"{BY_DIFFICULTY} difficulty.importance_weights diagnostics.every=5",
-    "importance_weights = True: the diagnosis",
-  ),
+  (f"{WEIGHTED} diagnostics.every=5", "weights = True: the diagnosis has no"),
 ]
 
 
@@ -200,14 +183,8 @@ FINITE = "must be finite numbers, one for each"
     ("difficulty.band", (0.1, 10**400), "0 <= low < high <= 1"),
     ("difficulty.band", (math.nan, 1), "0 <= low < high <= 1"),
     ("data.system_prompt", "\udcff", "'\\udcff': is not valid UTF-8"),
-    (
-      "data.template",
-      "{prompt}\udcff",
-      "'{prompt}\\udcff': is not valid UTF-8",
-    ),
     ("data.template", "no field", "must hold {prompt}"),
     ("data.template", "{prompt.__class__} {prompt}", "must hold {prompt}"),
-    ("data.template", "{prompt} {", "must hold {prompt}"),
   ],
 )
 def test_malformed_values_are_refused(name, value, text, config_with):
@@ -224,7 +201,7 @@ def test_invalid_values_are_reported_before_conflicts():
     "over the vocabulary)",
     "  --config.advantage = 'oracle': needs the true value of each prompt, "
     "which training does not know: use one of "
-    f"{', '.join(CHOICES['advantage'])}",
+    f"{', '.join(SETTINGS.fields['advantage'].choices)}",
     "  --config.optim.b2 = 1.0: must be in [0, 1) (decay of the second moment)",
   ]
   assert len(errors_of(config_of(conflicts))) == 2
@@ -233,9 +210,8 @@ def test_invalid_values_are_reported_before_conflicts():
 @pytest.mark.parametrize(
   "words",
   [
-    "group_size=1 advantage=vanilla",
+    "group_size=1 advantage=vanilla subset_size=20",  # unused
     "advantage=max_at_k subset_size=7",
-    "subset_size=20",  # unused
     "advantage=shrinkage batch_size=3 optim.micro_batches=1",
     K1,
     "loss.entropy_target=0.3 loss.entropy_coef_delta=0",
@@ -243,9 +219,8 @@ def test_invalid_values_are_reported_before_conflicts():
     "optim.minibatches=4 optim.micro_batches=8",
     # Groups are split as well.
     "optim.minibatches=4 optim.micro_batches=64",
-    "reward.functions=math_answer,my.module:f reward.weights=1,0.5",
-    "steps=0 data.template={{x}}{prompt}",
-    "steps=40 profile.steps=39:40",
+    "steps=0 reward.functions=math_answer,my.module:f reward.weights=1,0.5",
+    "steps=40 profile.steps=39:40 data.template={{x}}{prompt}",
     f"loss.correction=token_mask optim.epochs=2 {TRAINER}",
     "model.reference_every=1 model.reference_mix=0.01 loss.beta=1 lora.rank=2",
     # Ratios to the rollout policy correct for int8.
@@ -266,7 +241,6 @@ def test_valid_combinations(words):
     (8, "mesh.fsdp=8 batch_size=4", ""),  # a prompt, and 8 samples
     (8, "mesh.fsdp=8 mesh.sampling_tensor=4", ""),
     (8, "mesh.fsdp=4 optim.micro_batches=8", ""),  # 8 x 4 samples
-    (2, "mesh.fsdp=-1", "mesh data=-1 fsdp=-1 .* at most one -1"),
     (2, "mesh.data=3", "mesh data=3 .* needs 3 devices, and there are 2"),
     (8, "mesh.fsdp=8 mesh.sampling_tensor=3", "= 3: .* divide the 8 devices"),
     (8, "eval.batch_size=12", "eval_batch: 12 prompts x 1 .* 8 devices"),
@@ -293,11 +267,8 @@ def test_settings_and_config_convert_both_ways():
   )
   settings = from_config(config)
   assert settings.loss.advantage == "dr_grpo"
-  assert settings.loss.clip_high == 0.3
   assert settings.optim.update.chunk_size == 7
-  assert settings.optim.update.micro_batches == 2
   assert settings.sampling.decoding.stages == 2
-  assert settings.data.options == {"size": 5}
   assert config_lib.flatten(to_config(settings)) == config_lib.flatten(config)
   assert from_config(to_config(settings)) == settings
   assert from_config(default_config()) == TrainSettings()

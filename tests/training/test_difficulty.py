@@ -1,5 +1,6 @@
 """Runs that draw prompts by their success rates."""
 
+import functools
 import json
 
 import jax
@@ -56,7 +57,7 @@ def drawn(settings_with, one_device):
   state = state.replace(difficulty=difficulty.init_rates(settings, EXAMPLES))
   shardings = sharding.shardings(jax.eval_shape(lambda: state), one_device)
   learn = difficulty.make_update_success_rates(settings, shardings)
-  draw = difficulty.make_draw_prompts(settings, policy, EXAMPLES, 8)
+  draw = functools.partial(difficulty.draw, settings, policy, EXAMPLES, 8)
   return state, learn, draw
 
 

@@ -76,15 +76,8 @@ def test_commands_can_be_pasted_into_a_shell(where, settings_with):
     assert all(word.startswith(("--compare=my m", "--out=")) for word in rest)
   last = pathlib.PurePath(where).name
   assert shlex.split(commands["export"])[-1] == f"--out={last}-model"
-
-
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_an_embedded_model_suggests_a_packaged_config(
-  settings_with, monkeypatch, backend
-):
-  monkeypatch.setattr(jax, "default_backend", lambda: backend)
   settings = settings_with(model__path="arithmetic-instruct")
-  real = train.commands("runs/x", settings)["a real model"]
+  real = train.commands(where, settings)["a real model"]
   assert real.rpartition("--config=")[2] in config_file.packaged()
 
 

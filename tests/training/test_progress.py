@@ -4,10 +4,8 @@ import dataclasses
 import json
 import math
 
-import jax.numpy as jnp
 import pytest
 
-from grpojax.core.losses import rollout_mismatch
 from grpojax.training.config import default_config
 from grpojax.training.report import reporting
 from grpojax.training.report.reporting import Eta
@@ -61,16 +59,6 @@ def test_a_stop_condition_ends_a_run_after_steps_in_a_row(name):
   assert not any(now.steps_with.values())
   assert lib.troubles(shown) == [words]
   assert lib.troubles(GOOD) == []
-
-
-def test_a_step_without_rewards_has_no_few_effective_samples():
-  mask = jnp.zeros((2, 3, 4), bool)
-  arrays = {"log_ratio": jnp.zeros(mask.shape)}
-  share = rollout_mismatch.metrics(arrays, mask)["rollout_effective_samples"]
-  assert math.isnan(share)
-  row = GOOD | {"rewards_missing": 1.0, "rollout_effective_samples": share}
-  limits = dict.fromkeys(BAD, 0) | {"few_effective_samples": 1}
-  assert lib.stop_reason(lib.after(Progress(), row), limits) is None
 
 
 ROW = {

@@ -92,9 +92,7 @@ def test_prompts_use_the_template_and_are_trimmed(
 @pytest.mark.parametrize(
   "changes, hint",
   [
-    ({"data.path": "x"}, "arithmetic has no files"),
     ({"data.options.sise": 3}, "data.options.sise.*it takes difficulty, size"),
-    ({"data.name": "jsonl"}, "data.path"),
     ({"data.name": "jsonl", "data.path": "/nowhere"}, "/nowhere"),
     ({"data.too_long": "drop", "steps": 1}, "endless"),
   ],

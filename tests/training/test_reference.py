@@ -48,7 +48,7 @@ def test_the_reference_mixes_in_the_policy_when_due(
   rng = np.random.default_rng(0)
   params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)}
   state, shardings = state_of(params, mesh)
-  first = reference.copy_policy(state.params, shardings.params)
+  first = reference.make_copy(shardings.params)(state.params)
   state = reference.state_to_memory(state.replace(reference=first), settings)
   update_reference = reference.make_update_reference(settings, shardings)
   expected, kinds = np.asarray(params["w"]), set()
@@ -64,7 +64,7 @@ def test_the_reference_mixes_in_the_policy_when_due(
       np.testing.assert_array_equal(state.reference["w"], w)
     new["w"].delete()  # as the update, which donates it
     kinds.add(state.reference["w"].sharding.memory_kind)
-    back = reference.state_to_device(state).reference["w"]
+    back = reference.to_device(state.reference)["w"]
     np.testing.assert_array_equal(back, state.reference["w"])
   assert len(kinds) == 1
   assert (kinds == {"pinned_host"}) == (where == "host")

@@ -22,7 +22,7 @@ from grpojax.runtime.terminal import screen
 from grpojax.runtime.text import tokenizer
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import splits
-from grpojax.training.report import reporting
+from grpojax.training.report import run_report
 from grpojax.training.run import open_run, start
 
 
@@ -67,20 +67,6 @@ def test_a_resumed_run_equals_an_uninterrupted_run_without_its_metrics(
   assert summary_of(run)["eval_prompts"] == 6
 
 
-def test_evaluations_are_found_by_step(tmp_path):
-  run = types.SimpleNamespace(file=lambda name: tmp_path / name)
-  run.held_out = types.SimpleNamespace(examples=[None] * 6)
-  rows = [{"step": 2, "accuracy": 0.1, "prompts": 6}]
-  rows.append({"step": 4, "reward_mean": 1.0})
-  for count in (4, 6):
-    rows.append({"step": 4, "accuracy": 0.2, "prompts": count})
-  for row in rows:
-    records.append_jsonl(tmp_path / "metrics.jsonl", row)
-  evaluations = reporting.evaluations.__wrapped__  # without type checks
-  assert evaluations(run, 4) == rows[3:]
-  assert evaluations(run, 6) == []
-
-
 def test_changed_data_are_refused():
   before = {"train": [100, "a"], "test": [6, "b"]}
   assert not open_run._changed_data(before, before)
@@ -94,30 +80,18 @@ def test_changed_data_are_refused():
   assert "100 examples then, 99 now" in line
 
 
-def test_changed_files_of_prompts_and_rewards_are_refused(
-  settings_with, tmp_path
-):
-  base, reward = tmp_path / "model", tmp_path / "reward.py"
-  base.mkdir()
-  template, helper = base / "chat_template.jinja", tmp_path / "helper.py"
-  for file in (template, reward, helper):
-    file.write_text("import helper\n")
-  settings = settings_with(
-    model__path="here", reward__functions=(f"{reward}:f",)
-  )
-  run = types.SimpleNamespace(
-    settings=settings, policy=types.SimpleNamespace(directory=base)
-  )
+def test_a_changed_chat_template_is_refused(settings_with, tmp_path):
+  policy = types.SimpleNamespace(directory=tmp_path)
+  settings = settings_with(model__path="here")
+  run = types.SimpleNamespace(settings=settings, policy=policy)
   hashes = open_run._file_hashes.__wrapped__  # without type checks
+  (tmp_path / "chat_template.jinja").write_text("old")
   before = hashes(run)
   assert not open_run._changed_files(before, hashes(run))
   assert not open_run._changed_files({}, before)  # an older run
-  names = {reward: reward, helper: helper, template: "here/chat_template.jinja"}
-  for file, name in names.items():
-    file.write_text("import helper\n# other\n")
-    (line,) = open_run._changed_files(before, hashes(run))
-    assert line.startswith(f"{name}: changed since")
-    file.write_text("import helper\n")
+  (tmp_path / "chat_template.jinja").write_text("other")
+  (line,) = open_run._changed_files(before, hashes(run))
+  assert line.startswith("here/chat_template.jinja: changed since")
 
 
 def test_changed_settings_of_jax_are_printed(capsys):
@@ -177,16 +151,17 @@ def test_files_removed_during_training_end_the_run(
         data.write_text(lines.replace("+1=", "+2="))
     append(path, row)
 
-  def before_a_save(*_):
+  def before_a_save(_):
     run.rename(tmp_path / "renamed")
 
-  if gone == "before a save":
-    monkeypatch.setattr(reporting, "report_when_due", before_a_save)
-  else:
-    monkeypatch.setattr(records, "append_jsonl", append_jsonl)
   settings = {"data.name": "jsonl", "data.path": str(data), "steps": 4}
   settings |= {"data.options.test": 0.5, "eval.every": 9}
   settings["checkpoint.every"] = 1 if gone == "before a save" else 9
+  if gone == "before a save":
+    monkeypatch.setattr(run_report, "write", before_a_save)
+    settings["log.report_every"] = 1
+  else:
+    monkeypatch.setattr(records, "append_jsonl", append_jsonl)
   with pytest.raises(SystemExit) as ended:
     train_short(**settings)
   assert re.match(text, ended.value.code)
@@ -219,6 +194,8 @@ def test_a_run_without_rewards_stops_and_can_be_resumed(
   assert "resuming after step 2" in output
   assert "discarding the pending rollout" in output
   summary = summary_of(run)
+  troubled = {k for k, count in summary["steps_with"].items() if count}
+  assert troubled == {"rewards_missing", "zero_variance_groups"}
   assert summary["steps_with"]["rewards_missing"] == 3
   assert summary["failed_rewards"] == 3 * 4 * 8
 
@@ -254,26 +231,18 @@ def test_more_steps_of_a_decayed_run_warn(schedule, settings_with, capsys):
 DATED = "{{ strftime_now('%Y') }}{{ messages }}"
 
 
-@pytest.mark.parametrize(
-  "template, options, expected",
-  [
-    ("{{ messages }}", {}, None),
-    (DATED, {}, "01 May 2031"),
-    (DATED, {"date_string": "26 Jul 2024"}, "26 Jul 2024"),
-  ],
-)
-def test_the_date_is_pinned_if_the_template_uses_it(
-  template, options, expected, settings_with
-):
-  tokenizer = types.SimpleNamespace(chat_template=template)
-  policy = policy_lib.open_policy("arithmetic-instruct")
-  policy = policy._replace(tokenizer=tokenizer)
-  settings = settings_with(data__template_options=options)
-  dated = start._with_date(settings, policy, "01 May 2031")
-  assert dated.data.template_options.get("date_string") == expected
-  if expected == "01 May 2031":
-    date = start._with_date(settings, policy).data.template_options
-    assert date["date_string"].endswith(datetime.datetime.now().strftime("%Y"))
+def test_the_date_is_pinned_if_the_template_uses_it(settings_with):
+  opened = policy_lib.open_policy("arithmetic-instruct")
+
+  def dated(template, today=None):
+    tokenizer = types.SimpleNamespace(chat_template=template)
+    policy = opened._replace(tokenizer=tokenizer)
+    settings = start._with_date(settings_with(), policy, today)
+    return settings.data.template_options.get("date_string")
+
+  assert dated("{{ messages }}", "01 May 2031") is None
+  assert dated(DATED, "01 May 2031") == "01 May 2031"
+  assert dated(DATED).endswith(datetime.datetime.now().strftime("%Y"))
 
 
 @pytest.mark.slow

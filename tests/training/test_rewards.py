@@ -2,7 +2,6 @@
 
 import functools
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.step import batch as batch_lib
-from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.episodes import sampled
 
@@ -291,25 +289,6 @@ def test_a_large_offset_of_a_group_keeps_its_differences(
   np.testing.assert_array_equal(placed, total.astype(np.float32))
 
 
-def test_a_diagnosis_subtracts_the_mean_of_large_rewards(
-  monkeypatch, one_device
-):
-  monkeypatch.setattr(host, "diagnosis_key", lambda state: None)
-  step = types.SimpleNamespace(
-    mesh=one_device,
-    diagnose=lambda params, rollout, rewards, *_: {"rewards": rewards},
-    check_signals=lambda: None,
-  )
-  state = types.SimpleNamespace(params=None)
-  rewards = np.array([[1e8, 1e8 + 1], [1e8 + 3, NAN]])
-  scores = groups.GroupRewards(rewards, {}, np.isnan(rewards), [[], []])
-  diagnose = host.HostStep._diagnose.__wrapped__  # without type checks
-  metrics = diagnose(step, state, None, scores)
-  expected = [[-4 / 3, -1 / 3], [5 / 3, NAN]]
-  np.testing.assert_allclose(metrics["rewards"], expected, rtol=1e-6)
-  assert np.isnan(metrics["gradient_mse_vanilla"])
-
-
 def test_rewards_that_differ_by_rounding_become_equal():
   equal = np.array([[0.1 + 0.2, 0.3], [1.0, 0.0]])
   assert pool.exact_enough(equal).dtype == np.float32
@@ -347,6 +326,36 @@ def test_dropped_completions_are_not_in_the_normalisation(
   actual = np.asarray(batch.advantages)
   np.testing.assert_allclose(actual[0, [0, 1, 3]], expected, rtol=1e-4)
   assert actual[0, 2] == 0 and not actual[1].any()
+
+
+IN_REWARD = {"loss.beta": 0.1, "loss.kl": "k1", "loss.kl_placement": "reward"}
+
+
+@pytest.mark.parametrize(
+  "changes, expected",
+  [
+    ({}, [1, 1, 0]),
+    ({"loss.truncated": "mask"}, [1, 0, 0]),
+    ({"loss.truncated": "drop"}, [1, 0, 0]),
+    ({"loss.truncated": "mask", "loss.beta": 0.1}, [1, 0, 0]),
+    # The penalty of a masked completion is part of the baseline.
+    (IN_REWARD | {"loss.truncated": "mask"}, [1, 1, 0]),
+    (IN_REWARD | {"loss.truncated": "drop"}, [1, 0, 0]),
+  ],
+)
+def test_unused_completions_are_not_packed(
+  changes, expected, settings_with, samples_of, one_device, monkeypatch
+):
+  planned = []
+  plan = lambda lengths, *_: planned.append(lengths)
+  monkeypatch.setattr(batch_lib.packing_layout, "plan", plan)
+  samples = samples_of(np.ones((1, 3, 2)), [[True, False, True]])
+  rewards = np.array([[1.0, 0.0, np.nan]], np.float32)
+  settings = settings_with(**changes)
+  batch_lib.plan_packing(settings, samples, rewards, one_device)
+  off = settings_with(**changes, optim__packing=False)
+  assert batch_lib.plan_packing(off, samples, rewards, one_device) is None
+  np.testing.assert_array_equal(planned, [[2 * np.array(expected)]])
 
 
 def test_the_scale_multiplies_clipped_advantages(program_of, samples_of):

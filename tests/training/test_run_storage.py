@@ -220,10 +220,8 @@ def test_names_outside_of_the_directory_are_refused(url, fs, monkeypatch):
   [
     ("gs://bucket", "give gs://BUCKET/DIR"),
     ("s3://bucket/run", r"^s3://\.\.\. cannot be used, .*: mount the bucket"),
-    (
-      "S3://KEY:PASS@bucket/run",
-      r"^S3://\.\.\. cannot",
-    ),  # without the password
+    # Without the password.
+    ("S3://KEY:PASS@bucket/run", r"^S3://\.\.\. cannot"),
   ],
 )
 def test_other_urls_are_refused(url, wrong, message):

@@ -22,7 +22,7 @@ from grpojax.training.config import from_config
 from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
-from grpojax.training.step.timer import Timer
+from grpojax.training.step.host import Timer
 
 B, G, T = 4, 3, 6
 EXAMPLES = [{"prompt_text": str(i), "answer": "1"} for i in range(B)]
@@ -135,7 +135,7 @@ def scored(tabular, word_policy, one_device):
   lm, mesh = tabular.lm(B, 7), one_device
   policy = word_policy(lm)
 
-  def scored(settings, reward_pool, check=lambda: None, on_call=lambda: None):
+  def scored(settings, reward_pool, on_call=lambda: None):
     distribution = settings.sampling.distribution
     program = sampling_lib.sampler_program(settings, policy, G, distribution)
 
@@ -146,6 +146,7 @@ def scored(tabular, word_policy, one_device):
     called = functools.partial(called)
     sampler = sampling_lib.on_sampling_mesh(called, mesh, mesh)
     parts = settings.sampling.parts
+    check = lambda: None
     run = host.make_sample_and_reward(
       policy, sampler, mesh, reward_pool, check, None, parts
     )
@@ -191,22 +192,3 @@ def test_rewards_begin_before_the_next_part_is_sampled(
   jax.tree.map(np.testing.assert_array_equal, parts[1][:3], whole[1][:3])
   failures = [groups.all_failures(rewards) for _, rewards in (parts, whole)]
   assert failures[0] == failures[1] and len(failures[1]) > 1
-
-
-@pytest.mark.slow
-def test_pending_rewards_are_abandoned_after_a_signal(
-  scored, config_of, rewards
-):
-  settings, sent = from_config(config_of(2, rewards[0])), []
-
-  def check_signals():
-    if sent:  # the first part is with the workers
-      raise KeyError
-
-  with rewards_lib.open_reward_pool(settings) as reward_pool:
-    submit = reward_pool.pool.submit
-    reward_pool.pool.submit = lambda *x: sent.append(submit(*x)) or sent[-1]
-    with pytest.raises(KeyError):
-      scored(settings, reward_pool, check_signals)
-  (submission,) = sent
-  assert submission.abandoned

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core.objective import weighting_fn
 from grpojax.models import lora
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
@@ -102,19 +101,6 @@ def test_norms_and_biases_do_not_decay(settings_with):
   assert len(paths) > len(moved) + 10
 
 
-def test_moments_in_bfloat16_are_rounded_by_seed(settings_with):
-  changes = {"optim__weight_decay": 0.1, "optim__learning_rate": 0.01}
-  half = {"optim__moments_dtype": "bfloat16"}
-  expected, rounded, other = (
-    updates(settings_with(**changes, **more), [1.0, -2.0, 0.3], start=3.0)
-    for more in ({}, half, half | {"seed": 1})
-  )
-  np.testing.assert_allclose(rounded, expected, rtol=0.02)
-  assert rounded[0] == expected[0] == other[0]  # moments are still exact
-  assert (rounded[1:] != expected[1:]).all()
-  assert (rounded[1:] != other[1:]).any()
-
-
 def test_adafactor_has_the_rate_and_decay_of_adamw(settings_with):
   settings = settings_with(
     optim__name="adafactor",
@@ -136,10 +122,3 @@ def test_losses_of_experts_need_experts(settings_with, name, value, off):
   settings = settings_with(**{f"loss__{name}": value})
   with pytest.raises(ValueError, match=f"loss.{name} = {value}: .* use {off}"):
     setup.open_policy(settings)
-
-
-def test_a_weighting_of_fixed_length_gets_the_length(settings_with):
-  mask = jnp.array([[[1, 1, 1, 0], [1, 0, 0, 0]]], bool)
-  loss = settings_with(loss__weighting="fixed_length").loss
-  weights = weighting_fn(loss, 50)(mask)
-  np.testing.assert_allclose(weights, mask / (2 * 50), rtol=1e-6)

@@ -48,12 +48,3 @@ def test_a_resumed_run_keeps_its_tracker_run(
   printed = capsys.readouterr().out
   assert printed.count("wandb fails (TimeoutError: slow)") == 1
   assert sum("loss" in row for row in rows) == 4
-
-
-def test_a_missing_tracker_package_is_refused_at_the_start(
-  train_toy, tmp_path, monkeypatch
-):
-  monkeypatch.setitem(trackers.PACKAGES, "wandb", "no_such_package")
-  with pytest.raises(SystemExit, match="pip install 'grpojax.wandb.'"):
-    train_toy(log__trackers="wandb")
-  assert not (tmp_path / "run").exists()

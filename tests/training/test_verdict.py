@@ -62,10 +62,8 @@ CASES = [  # rows, other facts, level, end of the sentence
   (steps(*[NO_TOKENS] * 16), DONE, "", "Finished: step 16 of 16."),
   (steps(*[NO_REWARD] * 40), {}, "bad", "Learned nothing: in 40 of 40 steps no "
    "completion had a reward."),
-  (RISE + [{"step": 17} | NO_REWARD], {}, "", "Not finished: step 17 of 16."),
   (NONFINITE, {}, "bad", "Stopped at step 12 of 16 (stop.skipped_updates): in "
    "10 steps in a row gradients were not finite, and updates were skipped."),
-  (NONFINITE, {"planned": 12}, "", "Not finished: step 12 of 12."),
   (MANY + held_out(0.5, 0.35), {"gain": FELL}, "bad", "Accuracy fell: 50.0% "
    "after step 0, 35.0% after step 8."),
   (MANY + held_out(0.2, 0.8, 0.3), DONE | {"gain": UNCLEAR}, "bad", "Accuracy "

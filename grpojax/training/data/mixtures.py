@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from grpojax.core import group_axis
 from grpojax.data.datasets import DATASETS
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.functions import label
@@ -154,12 +155,9 @@ def metrics(
   row: dict[str, int | float] = {}
   for name, rows in by_source(settings, examples).items():
     part = np.where(np.isfinite(rewards[rows]), rewards[rows], np.nan)
-    known = ~np.isnan(part)
-    best = np.max(part, -1, where=known, initial=-np.inf)
-    worst = np.min(part, -1, where=known, initial=np.inf)
     row[f"{name}/prompts"] = len(rows)
-    if known.any():
+    if not np.isnan(part).all():
       row[f"{name}/reward_mean"] = float(np.nanmean(part))
-    equal = (best <= worst) & (rewards.shape[-1] > 1)
+    equal = ~group_axis.varies(part) & (rewards.shape[-1] > 1)
     row[f"{name}/zero_variance_groups"] = float(np.mean(equal))
   return row

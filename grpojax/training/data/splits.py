@@ -137,7 +137,6 @@ def _fit(
   examples: Any,
   name: str,
 ) -> Split:
-  """Reads a data set and selects the examples whose prompts fit."""
   limit = settings.data.max_prompt_length or math.inf
   endless = len(examples) >= ENDLESS
   printed, texts = fingerprint(examples, check_signals)

@@ -41,8 +41,6 @@ VOTING = ("exact_answer", *functions.READ_ANSWERS)
 REWARD = "reward"
 TITLES = {"accuracy": "greedy accuracy", REWARD: "mean reward"}
 
-Batches = Iterable[tuple[Prompts, list[dict[str, Any]]]]
-
 
 class HeldOut(NamedTuple):
   """Held-out problems for one model."""
@@ -131,7 +129,7 @@ def evaluate(
   policy: Policy,
   params: Params,
   sampler: Callable[..., Any],
-  batches: Batches,
+  batches: Iterable[tuple[Prompts, list[dict[str, Any]]]],
   reward_pool: rewards_lib.RewardPool,
   step: int,
   mesh: jax.sharding.Mesh | None = None,
@@ -147,13 +145,12 @@ def evaluate(
   the number of finished prompts, from 0.
   """
   rewards, texts, evaluated, lengths, failures = [], [], [], [], []
+  pool = reward_pool.pool
   key = seed_key(settings.seed)
   on_progress(0)
   for i, (prompts, examples) in enumerate(batches):
     check_signals(together=True)
-    examples = rewards_lib.with_step(
-      reward_pool.pool, examples, step, settings.steps
-    )
+    examples = rewards_lib.with_step(pool, examples, step, settings.steps)
     # Empty prompts fill the last batch, so that a single program compiles.
     missing = settings.eval.batch_size - len(prompts.prompt_ids)
     pad = lambda x, n=missing: np.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1))

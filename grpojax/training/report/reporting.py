@@ -36,7 +36,6 @@ from grpojax.training.report import run_report
 from grpojax.training.run import run_directory
 from grpojax.training.run.progress import Progress, troubles
 from grpojax.training.run.start import Run
-from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import AUTO, TrainSettings
 
 KEPT_FAILURES = 20  # per step, in failures.jsonl
@@ -210,7 +209,6 @@ def evaluate_held_out(
 
 
 def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
-  """Describes an evaluation in a line."""
   accuracy, reward = (
     [row.get(f"{name}{end}") for end in ("", "_low", "_high")]
     for name in ("accuracy", REWARD)
@@ -288,14 +286,6 @@ def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
 
 
-def speed(settings: TrainSettings, row, seconds: float) -> dict[str, float]:
-  """Returns a step's seconds and its sampled tokens per second."""
-  samples = batches_lib.samples_per_step(settings)
-  samples *= row.get("gen_batches", 1)
-  tokens = samples * float(row["completion_length_mean"])
-  return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
-
-
 def finish(
   run: Run,
   state: TrainState,
@@ -336,7 +326,6 @@ def _interval(row: Mapping[str, Any], name: str) -> list[float]:
 def _summarize(
   run: Run, progress: Progress, steps: int, model_step: int
 ) -> dict[str, Any]:
-  """Writes the learning curve, report and summary; returns the summary."""
   metrics = run.file(run_directory.METRICS)
   pictures.learning_curve(metrics, run.file(run_directory.CURVE))
   summary = {
@@ -365,10 +354,10 @@ def _summarize(
     best_size, *interval = comparisons.group_size(columns) or unknown
     summary["optimal_group_size"] = best_size
     summary["optimal_group_size_interval"] = interval
-    if run.settings.group_size != AUTO:
-      summary["gradient_error_of_best"] = comparisons.error_of_best(
-        columns, run.settings.group_size
-      )
+    size = run.settings.group_size
+    if size != AUTO:
+      error = comparisons.error_of_best(columns, size)
+      summary["gradient_error_of_best"] = error
   if row := progress.evaluations.get("best"):
     summary["best_step"] = row["step"]
     summary["best_accuracy"] = row["accuracy"]
@@ -380,10 +369,3 @@ def _summarize(
   run_report.write(run.directory, finished=True)
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
-
-
-def report_when_due(run: Run, step: int) -> None:
-  """Writes the report every `log.report_every` steps."""
-  every = run.settings.log.report_every
-  if every and step % every == 0 and distributed.is_main():
-    run_report.write(run.directory)

@@ -31,7 +31,7 @@ from grpojax.training.run import open_run, run_directory, run_storage
 from grpojax.training.run import progress as progress_lib
 from grpojax.training.run.progress import Progress
 from grpojax.training.run.start import Run
-from grpojax.training.settings.batches import draw_parts
+from grpojax.training.settings.batches import draw_parts, samples_per_step
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import device, difficulty, host, reference, rewards
 from grpojax.training.step import pending as pending_lib
@@ -55,25 +55,18 @@ class _PromptStream:
     self._run = run
     self._group_size = None
     self._batches = iter(())
-    self._draw_prompts = None
 
   def open(self, state: TrainState, group_size: int) -> None:
     """Moves to the state's position in the stream; reopens for a new size."""
     settings, policy = self._run.settings, self._run.policy
-    if self._group_size != group_size:
+    args = settings, policy, self._run.train.examples, group_size
+    if state.difficulty is not None:  # lazily, so that `take` reports errors
+      self._batches = map(functools.partial(difficulty.draw, *args), [state])
+    elif self._group_size != group_size:
       self._group_size = group_size
-      examples = self._run.train.examples
-      if state.difficulty is not None:
-        self._draw_prompts = difficulty.make_draw_prompts(
-          settings, policy, examples, group_size
-        )
-      else:
-        start, parts = int(state.prompts_consumed), draw_parts(settings)
-        self._batches = prompts_lib.training_batches(
-          settings, policy, examples, group_size, start=start, parts=parts
-        )
-    if self._draw_prompts is not None:  # lazily, so that `take` reports errors
-      self._batches = map(self._draw_prompts, [state])
+      start = int(state.prompts_consumed)
+      parts = draw_parts(settings)
+      self._batches = prompts_lib.training_batches(*args, start, parts)
 
   def take(self, step: int, count: int = 1):
     """Returns the next `count` parts; `Stopped` for missing or changed data."""
@@ -105,9 +98,7 @@ def remaining_steps(
     return host.HostStep(*args, run.reward_pool, check_signals)
 
   update_group_size = make_update_group_size(settings, run.shardings)
-  update_reference = None
-  if reference.follows_policy(settings):
-    update_reference = reference.make_update_reference(settings, run.shardings)
+  update_reference = reference.make_update_reference(settings, run.shardings)
   first, every = int(state.step) + 1, settings.diagnostics.every
   pending, upcoming, parts = state.pending, None, draw_parts(settings)
   state = state.replace(pending=None)
@@ -131,8 +122,7 @@ def remaining_steps(
       state, metrics, samples, failures, pending = step(
         state, prompts, examples, diagnosed, take, pending, upcoming
       )
-    if update_reference is not None:
-      state = update_reference(state)
+    state = update_reference(state)
     if diagnosed:
       state = update_group_size(state, metrics)
     now = time.perf_counter()
@@ -142,7 +132,10 @@ def remaining_steps(
     row = {"step": number, "group_size": group_size, **metrics}
     row["train_seconds"] = now - began
     row["seconds_compile"] = seconds_compile
-    row |= reporting.speed(settings, row, now - start)
+    samples_drawn = samples_per_step(settings) * row.get("gen_batches", 1)
+    tokens = samples_drawn * float(row["completion_length_mean"])
+    row["seconds_step"] = now - start
+    row["tokens_per_second"] = tokens / row["seconds_step"]
     progress = progress_lib.after(progress, row)
     if diagnosed:
       row = progress_lib.with_pooled_group_size(progress, row)
@@ -186,7 +179,7 @@ def fit(
     notes = dataclasses.asdict(with_record())
     sync()  # upload the rows of a step before its checkpoint
     run.check_directory()  # Orbax would create a missing directory
-    saved = reference.state_to_device(state)
+    saved = state.replace(reference=reference.to_device(state.reference))
     saved = pending_lib.to_stored(saved, run.mesh)
     always = best.step(record) if settings.checkpoint.best else None
     checkpoint.save(checkpointer, int(state.step), saved, notes, always)
@@ -199,9 +192,8 @@ def fit(
       rows = distributed.on_main(lambda: reporting.evaluations(run, step))
       if not rows:
         try:
-          rows = [
-            reporting.evaluate_held_out(run, state.params, step, check_all)
-          ]
+          held_out = reporting.evaluate_held_out
+          rows = [held_out(run, state.params, step, check_all)]
         except (FileNotFoundError, Changed) as error:  # of the held-out data
           raise Stopped(str(error)) from error
       reporting.warn_of_shortcut(progress.baseline, rows[-1])
@@ -221,7 +213,9 @@ def fit(
       goes_on = evaluate()
       step = int(state.step)
       is_best = settings.checkpoint.best and best.step(record) == step
-      reporting.report_when_due(run, step)
+      every = settings.log.report_every
+      if every and step % every == 0 and distributed.is_main():
+        run_report.write(run.directory)
       due = step % settings.checkpoint.every == 0 or step == settings.steps
       if due or is_best or not goes_on:
         save()
@@ -275,9 +269,8 @@ def run(
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
     stack.enter_context(compilation.memory_errors())
-    requested = stack.enter_context(
-      interrupts.sigterm_requests(distributed.several())
-    )
+    sigterm = interrupts.sigterm_requests(distributed.several())
+    requested = stack.enter_context(sigterm)
     interrupted = stack.enter_context(interrupts.raising_ctrl_c())
     progress_screen = screen.Screen(settings.log.every)
     announce = functools.partial(print, flush=True)

@@ -45,8 +45,8 @@ def _model(settings: TrainSettings) -> str:
   return _with_revision(settings.model.path, settings.model.revision)
 
 
-def _pinned(settings: TrainSettings, kind: str, text: str) -> str:
-  """Returns a name with its recorded commit, or unchanged without."""
+def pinned(settings: TrainSettings, text: str, kind: str = "model") -> str:
+  """Returns a name with its recorded commit; other texts stay unchanged."""
   name = hub.parse(text)
   commit = _commits(settings.commits).get(f"{kind}:{name}")
   return f"{name.id}@{commit}" if name and commit else text
@@ -54,17 +54,7 @@ def _pinned(settings: TrainSettings, kind: str, text: str) -> str:
 
 def model(settings: TrainSettings) -> str:
   """Returns the pinned name or the path of the model, for `find_model`."""
-  return _pinned(settings, "model", _model(settings))
-
-
-def teacher(settings: TrainSettings) -> str:
-  """Returns the pinned name or the path of the teacher, or ""."""
-  return _pinned(settings, "model", settings.model.teacher)
-
-
-def reward_model(settings: TrainSettings) -> str:
-  """Returns the pinned name or the path of the reward model, or ""."""
-  return _pinned(settings, "model", settings.reward.model)
+  return pinned(settings, _model(settings))
 
 
 def data_options(
@@ -74,9 +64,9 @@ def data_options(
   if name != HUB:
     return dict(options)
   text = _with_revision(path, options.get("revision"))
-  pinned = hub.parse(_pinned(settings, "dataset", text))
-  known = pinned is not None and hub.is_commit(pinned.revision)
-  return dict(options) | ({"revision": pinned.revision} if known else {})
+  repository = hub.parse(pinned(settings, text, "dataset"))
+  known = repository is not None and hub.is_commit(repository.revision)
+  return dict(options) | ({"revision": repository.revision} if known else {})
 
 
 def _with(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
@@ -93,8 +83,8 @@ def with_commits(
   if not commits:
     return settings
   repositories = _repositories(settings)
-  pinned = {k: c for k, c in _commits(commits).items() if k in repositories}
-  return _with(settings, pinned)
+  in_use = {k: c for k, c in _commits(commits).items() if k in repositories}
+  return _with(settings, in_use)
 
 
 def pin(settings: TrainSettings) -> TrainSettings:

@@ -204,8 +204,6 @@ def host_bytes(root: str | os.PathLike = "/") -> int:
 def device_bytes(device: jax.Device) -> int | None:
   """Returns a device's memory in bytes, if known; CPUs share the host's."""
   limit = (device.memory_stats() or {}).get("bytes_limit")
-  if limit:
-    return limit
-  if device.platform != "cpu":
-    return None
+  if limit or device.platform != "cpu":
+    return limit or None
   return host_bytes() // jax.local_device_count("cpu")

@@ -296,7 +296,7 @@ def resume(
     frozen=frozen,
   )
   if step is not None:
-    state = reference.state_to_device(state)
+    state = state.replace(reference=reference.to_device(state.reference))
     state = checkpoint.restore(checkpointer, state, step)
     state = reference.state_to_memory(state, run.settings)
     state = pending_lib.from_stored(state, run.mesh)

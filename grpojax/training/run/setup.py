@@ -1,5 +1,6 @@
 """Mesh, model and first state of a run, from its settings."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -56,13 +57,10 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
   model = settings.model
   if not model.teacher:
     return policy
-  path = hub_pins.teacher(settings)
+  path = hub_pins.pinned(settings, model.teacher)
   try:
     teacher = policy_lib.open_policy(
-      path,
-      model.dtype,
-      attention=model.attention,
-      ignore_keys=model.ignore_keys,
+      path, model.dtype, "none", model.attention, model.ignore_keys
     )
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
       raise ValueError(
@@ -93,41 +91,31 @@ def check_model(settings: TrainSettings, lm: LM) -> None:
 
 
 def with_weights(
-  settings: TrainSettings,
-  policy: Policy,
-  mesh: jax.sharding.Mesh | None = None,
+  settings: TrainSettings, policy: Policy, mesh: jax.sharding.Mesh | None = None
 ) -> Policy:
   """Loads a policy's weights onto the mesh (None: one device); adds adapters.
 
   ValueError for unsuitable weights or targets of adapters.
   """
   shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)
-  lora = settings.lora
+  dtype = settings.model.dtype
   if policy.teacher:
-    teacher = policy_lib.with_weights(
-      policy.teacher, settings.model.dtype, shardings
-    )
+    teacher = policy_lib.with_weights(policy.teacher, dtype, shardings)
     policy = policy._replace(teacher=teacher)
-  if not lora.rank:
+  if not settings.lora.rank:
     return policy_lib.with_weights(policy, "float32", shardings)
   # Frozen weights get no updates, so the precision of computation suffices.
-  policy = policy_lib.with_weights(policy, settings.model.dtype, shardings)
-  return policy_lib.with_adapters(
-    policy,
-    seed_key(settings.seed),
-    rank=lora.rank,
-    alpha=lora.alpha,
-    targets=lora.targets,
-  )
+  policy = policy_lib.with_weights(policy, dtype, shardings)
+  options = dataclasses.asdict(settings.lora)
+  return policy_lib.with_adapters(policy, seed_key(settings.seed), **options)
 
 
 def first_state(
   settings: TrainSettings, tx: optax.GradientTransformation, params: Params
 ) -> TrainState:
   """Returns the state before the first step of a run."""
-  state = init_state(params, tx, seed_key(settings.seed)).replace(
-    entropy=init_control(settings.loss)
-  )
+  state = init_state(params, tx, seed_key(settings.seed))
+  state = state.replace(entropy=init_control(settings.loss))
   if settings.group_size != AUTO:
     return state
   start = settings.auto_group_size.start

@@ -95,11 +95,10 @@ def check(
   reward_pool = stack.enter_context(
     rewards_lib.open_reward_pool(settings, reward_model)
   )
-  if reward_pool.environment is not None:
+  environment = reward_pool.environment
+  if environment is not None:
     first = run.train.examples[0]
-    episodes.check(
-      settings, policy, reward_pool.environment, first, check_signals
-    )
+    episodes.check(settings, policy, environment, first, check_signals)
   stack.enter_context(jax.set_mesh(mesh))
   return run._replace(policy=policy, reward_pool=reward_pool)
 
@@ -155,15 +154,14 @@ def _with_date(
   """Adds the date if a chat template uses it, so that prompts stay the same."""
   tokenizers = [policy.tokenizer]
   if settings.reward.model:
-    model = find_model(hub_pins.reward_model(settings), hub.TEXTS)
-    tokenizers.append(tokenizer.load(model))
+    path = hub_pins.pinned(settings, settings.reward.model)
+    tokenizers.append(tokenizer.load(find_model(path, hub.TEXTS)))
   if not any(map(tokenizer.asks_for_date, tokenizers)):
     return settings
   return run_directory.with_found(settings, today or tokenizer.today())
 
 
 def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
-  """Prints a warning for an unusual learning rate."""
   usual = 1e-5 if settings.lora.rank else 1e-6
   kind = "adapters" if settings.lora.rank else "full fine-tuning"
   rate = settings.optim.learning_rate
@@ -194,16 +192,15 @@ def start(
 
   def fresh(params):
     state = setup.first_state(settings, tx, params)
-    return state.replace(
-      difficulty=difficulty.init_rates(settings, run.train.examples)
-    )
+    rates = difficulty.init_rates(settings, run.train.examples)
+    return state.replace(difficulty=rates)
 
   shardings = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
   params = jax.device_put(policy.params, shardings.params)
   count = sum(x.size for x in jax.tree.leaves((params, policy.frozen)))
   ref_params = following = None
   if reference_lib.follows_policy(settings):
-    following = reference_lib.copy_policy(params, shardings.params)
+    following = reference_lib.make_copy(shardings.params)(params)
   elif policy.frozen is not None and not policy.teacher:
     ref_params = {} if settings.loss.needs_reference else None  # the base model
   elif settings.loss.needs_reference:

@@ -1,7 +1,5 @@
 """Group sizes and batch sizes of a run, and their division over a mesh."""
 
-from collections.abc import Sequence
-
 import jax
 from jax.sharding import Mesh
 
@@ -31,33 +29,26 @@ def draw_parts(s: TrainSettings) -> int:
   return s.filter_groups.gen_parts if s.filter_groups.enable else 1
 
 
-def own_sampling_mesh(
-  s: TrainSettings, mesh: Mesh, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def own_sampling_mesh(s: TrainSettings, mesh: Mesh) -> Mesh:
   """Returns the mesh for sampling, with separate devices if there are any.
 
-  `devices` are all devices, by default JAX's. ValueError if they do not divide
-  into such a mesh, or for several processes.
+  ValueError if devices do not divide into it, or for several processes.
   """
   count = s.mesh.sampling_devices
-  separate = ()
   if count and jax.process_count() > 1:
     raise ValueError(
       f"mesh.sampling_devices = {count}: needs a single process: use 0"
     )
-  if count:
-    separate = (jax.devices() if devices is None else devices)[-count:]
+  separate = jax.devices()[-count:] if count else ()
   return sampling_mesh(mesh, s.mesh.sampling_tensor, separate)
 
 
-def check_mesh(
-  s: TrainSettings, mesh: Mesh, devices: Sequence[jax.Device] | None = None
-) -> None:
+def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
   """Raises ValueError if a batch does not divide over the run's mesh."""
   update = s.optim.update
   evaluating = sampling_mesh(mesh, s.mesh.sampling_tensor)
   check_rows(evaluating, eval_batch=s.eval.batch_size)
-  sampling, rollout = own_sampling_mesh(s, mesh, devices), "rollout"
+  sampling, rollout = own_sampling_mesh(s, mesh), "rollout"
   if s.mesh.sampling_devices:
     rollout = f"mesh.sampling_devices = {s.mesh.sampling_devices}: rollout"
   for size in group_sizes(s):

@@ -296,7 +296,6 @@ def _batches(s: TrainSettings) -> Rows:
 
 
 def _auto_sizes(s: TrainSettings) -> Rows:
-  """Checks the group sizes of "auto"."""
   if s.group_size != AUTO:
     return
   auto = s.auto_group_size

@@ -31,11 +31,6 @@ REFERENCE_MEMORY = {"device": None, "host": "pinned_host"}
 
 DIFFICULTY_OFF = "none"
 
-FILTER_METRICS = ("reward", "acc")
-"""Quantities that must vary in a group: the `reward` of its completions, or
-`acc`, the first reward function. With several rewards `acc` also drops groups
-that have a gradient, which changes the objective."""
-
 
 @frozen_options
 class ModelSettings:
@@ -293,10 +288,11 @@ class FilterGroupsSettings:
   """Dynamic sampling (DAPO): new prompts for groups of equal rewards."""
 
   enable: bool = option(False, "replacement of groups with equal rewards")
+  # With several rewards `acc` also drops groups that have a gradient.
   metric: str = option(
     "reward",
     "quantity that must vary in a group; acc = first reward function",
-    FILTER_METRICS,
+    ("reward", "acc"),
   )
   max_num_gen_batches: int = one_or_more(10, "maximum batches per step")
   gen_parts: int = one_or_more(1, "parts of a batch in further draws")

@@ -67,14 +67,11 @@ def make_device_step(
   Completions stay on the device, so rows are not packed, and the result has
   neither samples nor failures.
   """
-  make_program = functools.partial(
-    make_device_program, settings, policy, group_size, tx, shardings
-  )
-  plain = make_program()
+  args = settings, policy, group_size, tx, shardings
   shards = mesh_lib.row_shards(mesh_lib.mesh_of(shardings))
-  with_diagnosis = make_program(
-    make_diagnose(settings, shards, policy.vmappable)
-  )
+  diagnose = make_diagnose(settings, shards, policy.vmappable)
+  plain = make_device_program(*args)
+  with_diagnosis = make_device_program(*args, diagnose)
 
   def step(
     state: TrainState, prompts: Prompts, _=None, diagnosed: bool = False, *__

@@ -70,10 +70,8 @@ def make_diagnose(
     "sampling": settings.sampling.distribution,
     "vectorized": vectorized,
   }
-  if settings.diagnostics.last_layers:
-    options["split"] = functools.partial(
-      last_layers, count=settings.diagnostics.last_layers
-    )
+  if layers := settings.diagnostics.last_layers:
+    options["split"] = functools.partial(last_layers, count=layers)
 
   def diagnose(lm: LM, params: Params, rollout: Rollout, rewards: Array, key):
     prompts = rewards.shape[0]
@@ -93,9 +91,8 @@ def make_diagnose(
     projections = projections[:, :count]
     chosen = chosen[:count]
     rollout, rewards = jax.tree.map(lambda x: x[chosen], (rollout, rewards))
-    row = diagnostics.metrics(
-      diagnostics.diagnose(projections, rewards, prompts)
-    )
+    diagnosis = diagnostics.diagnose(projections, rewards, prompts)
+    row = diagnostics.metrics(diagnosis)
     advantage = advantage_fn(settings.loss)
     weights = sample_weights(advantage, rollout)
     # The error estimate needs advantages of the group alone, not of tokens.
@@ -112,18 +109,15 @@ def make_diagnose(
 
 def make_update_group_size(settings: TrainSettings, shardings: TrainState):
   """Returns a function that adapts an "auto" group size to the metrics."""
-  observe_size = jax.jit(
-    bind(
-      group_size_lib.observe, **dataclasses.asdict(settings.auto_group_size)
-    ),
-    out_shardings=shardings.group_size,
-  )
+  options = dataclasses.asdict(settings.auto_group_size)
+  observe = bind(group_size_lib.observe, **options)
+  observe = jax.jit(observe, out_shardings=shardings.group_size)
 
   def update_group_size(state: TrainState, row: Mapping[str, Any]):
     old = state.group_size
     if old is None:
       return state
-    new = observe_size(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
+    new = observe(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
     before, after = int(old.group_size), int(new.group_size)
     if before != after:
       print(f"group size {before} -> {after}", flush=True)

@@ -7,7 +7,7 @@ draws for all processes.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,8 @@ from grpojax.data.drawn import ENDLESS
 from grpojax.data.pipeline import Mixture
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.processes import distributed
-from grpojax.statistics import success_rates
-from grpojax.statistics.prompt_sampling import Stratum, draw
+from grpojax.statistics import prompt_sampling, success_rates
+from grpojax.statistics.prompt_sampling import Stratum
 from grpojax.statistics.success_rates import PRIORITIES, SuccessRates
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation.evaluation import CORRECT
@@ -76,53 +76,52 @@ def _aim(settings: TrainSettings, step: int) -> float:
   return first + (last - first) * min(step / max(settings.steps - 1, 1), 1.0)
 
 
-def make_draw_prompts(
-  settings: TrainSettings, policy: Policy, examples: Any, group_size: int
-) -> Callable[[TrainState], tuple[Prompts, list[dict[str, Any]]]]:
-  """Returns a function that draws the `(prompts, examples)` of a state's step.
+def draw(
+  settings: TrainSettings,
+  policy: Policy,
+  examples: Any,
+  group_size: int,
+  state: TrainState,
+) -> tuple[Prompts, list[dict[str, Any]]]:
+  """Draws the prompts and examples of a state's step.
 
   Examples get their number as `INDEX`, and prompts their importance weights if
   difficulty.importance_weights is on.
   """
-  difficulty, strata = settings.difficulty, _strata(examples)
+  difficulty = settings.difficulty
+  step = int(state.step)
+  rates = mesh_lib.fetch(state.difficulty)
+  seed = np.random.SeedSequence(settings.seed, spawn_key=(step,))
   options = dataclasses.asdict(difficulty) | {"group_size": group_size}
+  options["target"] = _aim(settings, step)
+  priority = bind(PRIORITIES[difficulty.priority], **options)
 
-  def next_prompts(state: TrainState):
-    step = int(state.step)
-    rates = mesh_lib.fetch(state.difficulty)
-    seed = np.random.SeedSequence(settings.seed, spawn_key=(step,))
-    step_options = options | {"target": _aim(settings, step)}
-    priority = bind(PRIORITIES[difficulty.priority], **step_options)
+  def choose():
+    drawn = prompt_sampling.draw(
+      priority(*success_rates.posterior(rates)),
+      _strata(examples),
+      np.random.default_rng(seed),
+      rows=samples_per_step(settings) // group_size,
+      uniform=difficulty.uniform,
+      most=difficulty.rows,
+    )
+    return drawn.indices.tolist(), drawn.weights.tolist()
 
-    def choose():
-      drawn = draw(
-        priority(*success_rates.posterior(rates)),
-        strata,
-        np.random.default_rng(seed),
-        rows=samples_per_step(settings) // group_size,
-        uniform=difficulty.uniform,
-        most=difficulty.rows,
-      )
-      return drawn.indices.tolist(), drawn.weights.tolist()
-
-    # Logarithms may differ between hosts in their last bit, which can change
-    # the drawn prompts.
-    indices, weights = distributed.on_main(choose)
-    prompts, rows = prompts_lib.prompts_of(settings, policy, examples, indices)
-    if difficulty.importance_weights:
-      prompts = prompts.replace(weights=np.asarray(weights, np.float32))
-    numbered = zip(rows, indices, strict=True)
-    return prompts, [example | {INDEX: i} for example, i in numbered]
-
-  return next_prompts
+  # Logarithms may differ between hosts in their last bit, which can change the
+  # drawn prompts.
+  indices, weights = distributed.on_main(choose)
+  prompts, rows = prompts_lib.prompts_of(settings, policy, examples, indices)
+  if difficulty.importance_weights:
+    prompts = prompts.replace(weights=np.asarray(weights, np.float32))
+  numbered = zip(rows, indices, strict=True)
+  return prompts, [example | {INDEX: i} for example, i in numbered]
 
 
 def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
   """Returns `(state, examples, correctness [B, G]) -> state`."""
-  observe = jax.jit(
-    bind(success_rates.observe, **dataclasses.asdict(settings.difficulty)),
-    out_shardings=shardings.difficulty,
-  )
+  options = dataclasses.asdict(settings.difficulty)
+  observe = bind(success_rates.observe, **options)
+  observe = jax.jit(observe, out_shardings=shardings.difficulty)
   mesh = mesh_lib.mesh_of(shardings)
 
   def update_success_rates(

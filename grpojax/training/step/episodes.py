@@ -265,13 +265,12 @@ def _in_order(
   turns: Sequence[Turn], answers: dict[tuple[int, int], Answer]
 ) -> list[Answer]:
   """Gathers the answers of all processes, in the order of `turns`."""
-  if distributed.several():
-    rows = [[i, j, *answer] for (i, j), answer in answers.items()]
-    answers = {
-      (i, j): Answer(*answer)
-      for part in distributed.gather(rows)
-      for i, j, *answer in part
-    }
+  rows = [[i, j, *answer] for (i, j), answer in answers.items()]
+  answers = {
+    (i, j): Answer(*answer)
+    for part in distributed.gather(rows)
+    for i, j, *answer in part
+  }
   return [answers[_place(x)] for x in turns]
 
 
@@ -313,9 +312,7 @@ class _Episodes:
         continue
       for j in range(self.seeds.shape[1]):
         self.states[i, j] = step.state
-    if distributed.several():
-      observed = [x for part in distributed.gather(observed) for x in part]
-    return observed
+    return [x for part in distributed.gather(observed) for x in part]
 
   def join_prompts(
     self,

@@ -14,11 +14,11 @@ parameters, and computes its rewards during the update:
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, PyTree
@@ -43,7 +43,20 @@ from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step.batch import make_batch_program, plan_packing
 from grpojax.training.step.diagnosis import make_diagnose
 from grpojax.training.step.pending import Pending
-from grpojax.training.step.timer import Timer
+
+
+class Timer:
+  """Stopwatch: `timer(name)` adds the time since its last call to `seconds`."""
+
+  def __init__(self):
+    self.seconds: dict[str, float] = {}
+    self._last = time.perf_counter()
+
+  def __call__(self, name: str) -> None:
+    """Adds the time since the last call, or the start, to `name`."""
+    now = time.perf_counter()
+    self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+    self._last = now
 
 
 class Programs(NamedTuple):
@@ -118,6 +131,7 @@ def make_sample_and_reward(
   being computed, and returns `(rollout, rewards)`. `first_prompt` is the number
   of the first prompt among all prompts with this key.
   """
+  submit = functools.partial(rewards_lib.submit_rollout, policy, reward_pool)
   split = jax.jit(functools.partial(sampling_lib.split_prompts, parts=parts))
   join = jax.jit(sampling_lib.join_rollouts)
 
@@ -154,11 +168,7 @@ def make_sample_and_reward(
         policy_lib.wait(part.rollout, check)
         if i == parts - 1:
           timer("rollout")
-        submitted.append(
-          rewards_lib.submit_rollout(
-            policy, reward_pool, part_examples[i], part
-          )
-        )
+        submitted.append(submit(part_examples[i], part))
     except BaseException:
       abandon([part.pending for part in submitted])
       raise
@@ -205,8 +215,7 @@ class HostStep:
     self.mesh = mesh = mesh_lib.mesh_of(shardings)
     self.reward_pool, self.check_signals = reward_pool, check_signals
     self.ref_params = ref_params
-    copy = functools.partial(jax.tree.map, jnp.copy)
-    self.copy_params = jax.jit(copy, out_shardings=shardings.params)
+    self.copy_params = reference.make_copy(shardings.params)
     self.programs = make_programs(
       settings, policy, group_size, tx, shardings, budgets
     )
@@ -283,13 +292,17 @@ class HostStep:
       args = state.params, prompts, examples, key, timer, self.first_prompt
       rollout, rewards = _run_whole(self.sample_and_reward, *args)
     else:
-      rollout, rewards = pending_lib.with_texts(pending, examples)
+      rollout, rewards, prompts_read = pending
+      for example, read in zip(examples, prompts_read, strict=True):
+        example |= read
     started = finish = None
     if upcoming:
       check = lambda: updating.is_set() or self.check_signals()
       started, finish = self._draw_ahead(state, upcoming, timer, check)
     self.check_signals(together=True)
-    batch = resampling.as_drawn(rollout, rewards, examples)
+    batch = resampling.ResampledBatch(
+      rollout, rewards, rewards, examples, np.arange(len(examples))
+    )
     if self.resample_groups is not None:
       batch = self.resample_groups(state.params, batch, key, timer, take)
     metrics = {**batch.metrics, **rewards_lib.metrics(batch.drawn)}
@@ -359,7 +372,6 @@ class HostStep:
   def _diagnose(
     self, state: TrainState, rollout: Rollout, rewards: GroupRewards
   ) -> dict[str, Any]:
-    """Returns the metrics of a diagnosis, on the host."""
     values, unknown = rewards.rewards, {}
     if values.dtype != np.float32:
       # One offset for all prompts, because the diagnosis compares prompts.

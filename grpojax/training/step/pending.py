@@ -40,15 +40,6 @@ def of_examples(
   return Pending(rollout, rewards, prompts)
 
 
-def with_texts(
-  pending: Pending, examples: Sequence[dict[str, Any]]
-) -> tuple[Rollout, GroupRewards]:
-  """Restores the examples' prompts; returns the rollout and its rewards."""
-  for example, read in zip(examples, pending.prompts, strict=True):
-    example |= read
-  return pending.rollout, pending.rewards
-
-
 def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   """Returns a state with its pending rollout as an array of bytes.
 

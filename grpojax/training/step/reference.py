@@ -69,21 +69,16 @@ def to_device(params: Params | None) -> PyTree:
   return jax.tree.map(move, params)
 
 
-def state_to_device(state: TrainState) -> TrainState:
-  """Returns the state with its reference in device memory, for checkpoints."""
-  return state.replace(reference=to_device(state.reference))
-
-
 def state_to_memory(state: TrainState, settings: TrainSettings) -> TrainState:
   """Returns the state with its reference in the memory of model.reference."""
   reference = to_memory(state.reference, settings.model.reference)
   return state.replace(reference=reference)
 
 
-def copy_policy(params: Params, shardings: PyTree) -> Params:
-  """Returns a copy of the parameters, on their devices."""
+def make_copy(shardings: PyTree) -> Callable[[Params], Params]:
+  """Returns a function that copies parameters on their devices."""
   copy = functools.partial(jax.tree.map, jnp.copy)
-  return jax.jit(copy, out_shardings=shardings)(params)
+  return jax.jit(copy, out_shardings=shardings)
 
 
 def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
@@ -133,7 +128,7 @@ def make_read_prompts(
 def make_update_reference(
   settings: TrainSettings, shardings: TrainState
 ) -> Callable[[TrainState], TrainState]:
-  """Returns a function that updates the reference in a state when it is due."""
+  """Returns a function that updates a state's reference, if any, when due."""
   every, mix = settings.model.reference_every, settings.model.reference_mix
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings.params)
@@ -143,7 +138,7 @@ def make_update_reference(
     )
 
   def update_reference(state: TrainState) -> TrainState:
-    if int(state.step) % every:
+    if state.reference is None or int(state.step) % every:
       return state
     new = move(to_device(state.reference), state.params)
     return state_to_memory(state.replace(reference=new), settings)

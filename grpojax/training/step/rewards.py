@@ -121,7 +121,7 @@ def open_model(
   applies, so that no completion can end its turn and continue as the user.
   ValueError unless the model is a sequence classifier with one label.
   """
-  path = hub_pins.reward_model(settings)
+  path = hub_pins.pinned(settings, settings.reward.model)
   if not path:
     return None
   directory = policy_lib.find_model(path)
@@ -314,8 +314,6 @@ def gather_rows(local: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
   `local` are this process's rows, part after part; `sizes` are the numbers of
   prompts per part in all processes.
   """
-  if not distributed.several():
-    return list(local)
   rows = [row for rows in distributed.gather(list(local)) for row in rows]
   return [rows[i] for i in _batch_order(sizes)]
 
@@ -323,7 +321,6 @@ def gather_rows(local: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
 def _gather_rewards(
   rewards: GroupRewards, sizes: Sequence[int]
 ) -> GroupRewards:
-  """Gathers the rewards of all processes, in batch order."""
   if not distributed.several():
     return rewards
 

@@ -173,24 +173,22 @@ def on_sampling_mesh(
   """
   samplers = {}  # by the number of prompts
   if not set(sampling_mesh.devices.flat) & set(mesh.devices.flat):
-    frozen = jax.device_put(
-      program.args, sharding.shardings(program.args, sampling_mesh)
-    )
+    shardings = sharding.shardings(program.args, sampling_mesh)
+    frozen = jax.device_put(program.args, shardings)
     program = functools.partial(program.func, *frozen)
 
   def sampler(params, prompts, key, *first):
     prompts = mesh_lib.place(prompts, sampling_mesh, "batch")
-    key, *first = mesh_lib.place((key, *first), sampling_mesh)
+    others = mesh_lib.place((key, *first), sampling_mesh)
+    args = params, prompts, *others
     rows = len(prompts.prompt_ids)
     with jax.set_mesh(sampling_mesh):
       if rows not in samplers:
         pinned = program
         if sampling_mesh is not mesh:
-          pinned = with_result_shardings(
-            program, sampling_mesh, params, prompts, key, *first
-          )
+          pinned = with_result_shardings(program, sampling_mesh, *args)
         samplers[rows] = sample_halves(pinned, sampling_mesh)
-      rollout = samplers[rows](params, prompts, key, *first)
+      rollout = samplers[rows](*args)
     return mesh_lib.map_rows(
       lambda x, *names: mesh_lib.place(x, mesh, *names), rollout
     )
