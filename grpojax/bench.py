@@ -59,9 +59,11 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
     return config, flags
   if any(re.match("--?config(=|$)", word) for word in argv):
     raise ValueError(f"--workload={name} has its own config: remove --config")
-  steps = dataclasses.replace(FLAGS["steps"], default=workloads.STEPS[name])
   default = lambda: workloads.config_of(name)
-  flags = FLAGS | {"steps": steps}
+  flags = FLAGS
+  if name == workloads.ARITHMETIC:
+    steps = dataclasses.replace(FLAGS["steps"], default=10)
+    flags = FLAGS | {"steps": steps}
   return command_line.parse(argv, flags, SETTINGS, default=default)
 
 
@@ -75,14 +77,13 @@ def main(argv: list[str]) -> None:
     settings = from_config(config)
     if not flags.workload:
       run = configured.open_run(settings)
-  steps = flags.steps
-  warmup = flags.warmup
+  counts = flags.steps, flags.warmup
   with compilation.memory_errors():
     if flags.workload:
-      report = side_by_side.measure(flags.workload, settings, steps, warmup)
+      report = side_by_side.measure(flags.workload, settings, *counts)
       text = json.dumps(report)
     else:
-      report = configured.measure(run, steps, warmup)
+      report = configured.measure(run, *counts)
       text = "\n".join(configured.lines(report))
   try:  # write before printing, because the terminal may be closed
     if out:

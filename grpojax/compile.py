@@ -25,7 +25,6 @@ expect a time between the two (grpojax/aot/roofline.py). Rewards, evaluations
 and saving are not included.
 """
 
-import functools
 import pathlib
 import sys
 
@@ -61,8 +60,7 @@ def main(argv: list[str]) -> int:
     mesh = setup.make_mesh(settings, machine.devices)
     batches_lib.check_mesh(settings, mesh)
     run = programs.open_run(settings, mesh)
-  say = functools.partial(print, file=sys.stderr, flush=True)
-  result = report.report(run, machine, say)
+  result = report.report(run, machine)
   print("\n".join(report.lines(result)), flush=True)
   if out:
     with command_line.usage_errors():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -31,16 +32,6 @@ PARTS = {
 """Timed parts of a step, and their metrics."""
 
 
-def open_workload(name: str, settings: TrainSettings) -> subject.Subject:
-  """Opens a workload's run; ValueError if the devices are too small."""
-  with tempfile.TemporaryDirectory() as directory:
-    file = pathlib.Path(directory, "config.json")
-    file.write_text(json.dumps(workloads.WORKLOADS[name].model))
-    model = dataclasses.replace(settings.model, path=str(file))
-    settings = dataclasses.replace(settings, model=model)
-    return subject.open_subject(configured.open_shapes(settings))
-
-
 def default_job(settings: TrainSettings) -> subject.Rows:
   """Yields the metrics of `train` steps, without evaluations or checkpoints."""
   with contextlib.ExitStack() as stack:
@@ -62,9 +53,13 @@ def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
   """Returns an iterator over the metrics of a workload's steps."""
   if name == workloads.ARITHMETIC:
     return default_job(settings)
-  with command_line.usage_errors():
-    opened = open_workload(name, settings)
   workload = workloads.WORKLOADS[name]
+  with command_line.usage_errors(), tempfile.TemporaryDirectory() as directory:
+    file = pathlib.Path(directory, "config.json")
+    file.write_text(json.dumps(workload.model))
+    model = dataclasses.replace(settings.model, path=str(file))
+    settings = dataclasses.replace(settings, model=model)
+    opened = subject.open_subject(configured.open_shapes(settings))
   prompts = workloads.prompt_ids(workload, count)
   batches = (
     subject.whole_prompts(ids, workloads.lengths(workload, step))
@@ -109,6 +104,15 @@ def report(
   def spread(value: Callable[[clock.Step], float]) -> dict[str, float]:
     return clock.spread(map(value, counted))
 
+  planned = None
+  if name != workloads.ARITHMETIC:
+    # Completions are at most as long as planned (`budgets`), so sums decide.
+    lengths = functools.partial(workloads.lengths, workloads.WORKLOADS[name])
+    planned = all(tokens(x) == int(lengths(x.number).sum()) for x in timed)
+  versions = {}
+  for package in ("grpojax", "jax", "jaxlib", "flax", "optax"):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      versions[package] = importlib.metadata.version(package)
   default = config_lib.flatten(workloads.config_of(name))
   default |= {"model.path": settings.model.path, "steps": settings.steps}
   flat = config_lib.flatten(to_config(settings))
@@ -134,9 +138,9 @@ def report(
     "longest": spread(lambda step: int(step.row["completion_length_max"])),
     "gen_tokens_per_s": spread(lambda x: tokens(x) / x.seconds["rollout"]),
     "step_tokens_per_s": spread(lambda x: tokens(x) / x.seconds["total"]),
-    "lengths_as_planned": _as_planned(name, list(map(tokens, timed))),
+    "lengths_as_planned": planned,
     "peak_rss_mib": clock.peak_rss_mib(),
-    "versions": _versions(),
+    "versions": versions,
     "compile_s": round(sum(during), 3),
     "compilations_warmup": len(during),
     "compilations_later": sum(len(step.compiled) for step in later),
@@ -144,25 +148,3 @@ def report(
     "dtype": settings.model.dtype,
     "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",
   }
-
-
-def _as_planned(name: str, tokens: Sequence[int]) -> bool | None:
-  """Returns whether completions have the workload's lengths, None if unplanned.
-
-  Completions are at most as long as planned (`budgets`), so sums decide.
-  """
-  if name == workloads.ARITHMETIC:
-    return None
-  workload = workloads.WORKLOADS[name]
-  return all(
-    count == int(workloads.lengths(workload, step).sum())
-    for step, count in enumerate(tokens)
-  )
-
-
-def _versions() -> dict[str, str]:
-  versions = {}
-  for name in ("grpojax", "jax", "jaxlib", "flax", "optax"):
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      versions[name] = importlib.metadata.version(name)
-  return versions
