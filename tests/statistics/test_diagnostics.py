@@ -266,9 +266,8 @@ def test_too_few_tangents_prompts_or_samples_are_refused(shape):
 
 @pytest.mark.slow
 def test_invalid_parts_and_layers_are_refused(tiny_decoder, sampled):
-  lm, params = tiny_decoder
   with pytest.raises(ValueError, match="micro_batches=3 must divide 4"):
-    project(lm, params, sampled, tangents=2, micro_batches=3)
+    project(*tiny_decoder, sampled, tangents=2, micro_batches=3)
   for count in (0, 4):
     with pytest.raises(ValueError, match="1..3"):
-      last_layers(params, count)
+      last_layers(tiny_decoder[1], count)
