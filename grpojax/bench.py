@@ -24,7 +24,6 @@ all did. Each step is reported on standard error.
 
 import dataclasses
 import json
-import pathlib
 import re
 import sys
 
@@ -71,9 +70,8 @@ def main(argv: list[str]) -> None:
   """Runs the program with command line arguments `argv`."""
   with command_line.usage_errors():
     config, flags = _parse(argv)
-    out = pathlib.Path(flags.out) if flags.out else None
-    if out:
-      disk.check_file(out, "--out")
+    if flags.out:
+      disk.check_file(flags.out, "--out")
     settings = from_config(config)
     if not flags.workload:
       run = configured.open_run(settings)
@@ -86,9 +84,9 @@ def main(argv: list[str]) -> None:
       report = configured.measure(run, *counts)
       text = "\n".join(configured.lines(report))
   try:  # write before printing, because the terminal may be closed
-    if out:
+    if flags.out:
       with command_line.usage_errors():
-        records.write_json(out, report)
+        records.write_json(flags.out, report)
   finally:
     print(text, flush=True)
 

@@ -276,13 +276,6 @@ def test_trip_counts(trips, condition, step, start):
   assert counted.in_token_loop.flops == counted.flops * is_token_loop
 
 
-ANY = """
-
-any s=PAIRED
-  ROOT %c = pred[] custom-call(%s), custom_call_target="any"
-"""
-
-
 @pytest.mark.parametrize("name, trips", [("cond", 12), (f"{CAUSAL}/cond", 6)])
 def test_known_trip_count_and_the_heavier_branch(name, trips):
   """Queries see 1 to 12 of 12 causal blocks: 6.5 on average, rounded down."""
@@ -303,7 +296,10 @@ light x=f32[8,8]
 
 heavy x=f32[8,8]
   ROOT PRODUCT
+
+any s=PAIRED
+  ROOT %c = pred[] custom-call(%s), custom_call_target="any"
 """
-  counted = costs(written(text.rstrip() + ANY))
+  counted = costs(written(text))
   assert counted.flops == trips * 2 * 8 * 8 * 8
   assert counted.token_loops == ()
