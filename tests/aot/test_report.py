@@ -150,9 +150,7 @@ def test_missing_plugin_is_explained(monkeypatch, name, error, remedy):
 def test_eos_ids_and_invalid_models(tmp_path):
   """Training reads the EOS ids with the tokenizer."""
   hf_config = programs.hf.read_config("arithmetic-base")
-  cases = [(7, (7,)), ([7, 8], (7, 8))]
-  cases += [(eos, (0,)) for eos in (None, [], ["x", 2.5])]
-  for eos, ids in cases:
+  for eos, ids in (7, (7,)), ([7, 8], (7, 8)), (["x", 2.5], (0,)):
     hf_config |= {"eos_token_id": eos}
     policy = programs._policy(TrainSettings(), hf_config, "cpu")
     assert policy.eos_ids == ids, eos
