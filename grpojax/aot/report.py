@@ -83,8 +83,10 @@ def part_flops(run: programs.Run) -> dict[str, float]:
   Per parameter and token: 2 forward, 6 trained, 4 frozen below adapters.
   Prompts skip the output head. Attention and adapters are not counted.
   """
-  settings, model = run.settings, run.model
-  loss, update = settings.loss, settings.optim.update
+  model = run.model
+  settings = run.settings
+  loss = settings.loss
+  update = settings.optim.update
   layers = 0  # parameters used per token
   for name, shape in parameter_shapes(model)["layers"].items():
     size = math.prod(shape) if len(shape) > 2 else 0  # a matrix of each layer

@@ -24,16 +24,14 @@ PARTS = {
   part: f"seconds_{part}"
   for part in ("rollout", "rewards", "reference", "update")
 }
-_SIZE = 2048  # rows and columns of the measured product
-_REPEATS = 7
 
 
-def measure_flops(dtype: Any, size: int = _SIZE) -> float:
+def measure_flops(dtype: Any, size: int = 2048) -> float:
   """Measures the FLOP/s of a square matrix product, the fastest of several."""
   product = jax.jit(lambda x: x @ x)
   x, seconds = jnp.full((size, size), 1 / size, dtype), []  # its own square
   jax.block_until_ready(product(x))  # compiles
-  for _ in range(_REPEATS):
+  for _ in range(7):
     start = time.perf_counter()
     x = jax.block_until_ready(product(x))
     seconds.append(time.perf_counter() - start)
@@ -106,7 +104,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   flops = part_flops(run)
   flops["step"] = sum(flops.values())
   stats = [device.memory_stats() or {} for device in run.mesh.local_devices]
-  peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+  memory = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
   return {
     "config": config_lib.flatten(to_config(run.settings)),
     "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES},
@@ -138,7 +136,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     "tokens_per_second": {
       p: sampled / median[p] for p in ("rollout", "step") if p in median
     },
-    "peak_memory_bytes": max(peaks, default=None),  # of a device, if known
+    "peak_memory_bytes": max(memory, default=None),  # of a device, if known
     "peak_rss_bytes": clock.peak_rss_mib() * 2**20,
   }
 

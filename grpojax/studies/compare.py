@@ -215,7 +215,8 @@ def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
 
 def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
   """Trains each arm with each learning rate; zeros if only one is given."""
-  arms, rates = range(len(config.arms)), config.learning_rates
+  arms = range(len(config.arms))
+  rates = config.learning_rates
   if len(rates) == 1:
     return np.zeros((len(arms), 1))
   seeds = range(config.seeds, config.seeds + config.tuning_seeds)
@@ -307,7 +308,8 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
   """Tunes the learning rates, then compares the arms at their best rates."""
   tuned = tune(config, directory)
   rates = best_rates(config.learning_rates, tuned)
-  arms, seeds = config.arms, range(config.seeds)
+  arms = config.arms
+  seeds = range(config.seeds)
   # Seed by seed, so that an interrupted study has whole seeds.
   points = list(itertools.product(seeds, range(len(arms))))
   labels = [{"arm": arms[i], "seed": seed} for seed, i in points]

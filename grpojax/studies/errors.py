@@ -224,7 +224,8 @@ def _errors(gram, rewards, group_size, blocks, baseline) -> np.ndarray:
   sums = np.stack([rewards, rewards**2]).reshape(2, blocks, size).sum(-1)
 
   def errors_of(chosen):
-    part, n = squares[..., chosen], len(chosen)
+    n = len(chosen)
+    part = squares[..., chosen]
     # The oracle's V is the mean reward of the other blocks, and its square is
     # estimated without bias, too. The mean error is exactly that of the true V:
     # errors of V multiply mean scores, whose mean is 0.

@@ -209,9 +209,7 @@ def simulate(
 
   @functools.partial(jax.jit, donate_argnums=0)
   def advance(states, keys, steps):  # compiled once for any number of steps
-    def all_runs(_, states):
-      return jax.vmap(one_step)(states, keys)
-
+    all_runs = lambda _, states: jax.vmap(one_step)(states, keys)
     return jax.lax.fori_loop(0, steps, all_runs, states)
 
   # Estimators and group sizes must not share random numbers.

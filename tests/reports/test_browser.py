@@ -174,25 +174,3 @@ def test_filters_of_completions(page):
   message = count(lambda: search.fill("missing text"))
   assert message == "Nothing fits these filters."
   assert page.locator(".sample").count() == 0
-
-
-def test_tokens_are_coloured_by_log_ratio(page):
-  color = page.locator("[name=color]")
-  token = page.locator(".sample .token").first
-  plain = token.evaluate("node => getComputedStyle(node).backgroundColor")
-  assert plain == "rgba(0, 0, 0, 0)"
-  color.select_option("ref")
-  page.wait_for_timeout(250)
-  shades = page.locator(".sample .token").evaluate_all(
-    "nodes => nodes.map(n => getComputedStyle(n).backgroundColor)"
-  )
-  assert len(set(shades)) > 10
-  box = page.locator(".sample [role=group]").first
-  box.focus()
-  for number in (1, 2):
-    page.keyboard.press("ArrowRight")
-    tip = page.locator(".tip").inner_text()
-    assert f"token {number} of " in tip
-    assert "log-ratio, policy to reference" in tip
-  page.locator(".sample .token").nth(4).hover()
-  assert "token 5 of " in page.locator(".tip").inner_text()
