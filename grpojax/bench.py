@@ -24,7 +24,6 @@ all did. Each step is reported on standard error.
 
 import dataclasses
 import json
-import pathlib
 import re
 import sys
 
@@ -59,9 +58,11 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
     return config, flags
   if any(re.match("--?config(=|$)", word) for word in argv):
     raise ValueError(f"--workload={name} has its own config: remove --config")
-  steps = dataclasses.replace(FLAGS["steps"], default=workloads.STEPS[name])
   default = lambda: workloads.config_of(name)
-  flags = FLAGS | {"steps": steps}
+  flags = FLAGS
+  if name == workloads.ARITHMETIC:
+    steps = dataclasses.replace(FLAGS["steps"], default=10)
+    flags = FLAGS | {"steps": steps}
   return command_line.parse(argv, flags, SETTINGS, default=default)
 
 
@@ -69,25 +70,23 @@ def main(argv: list[str]) -> None:
   """Runs the program with command line arguments `argv`."""
   with command_line.usage_errors():
     config, flags = _parse(argv)
-    out = pathlib.Path(flags.out) if flags.out else None
-    if out:
-      disk.check_file(out, "--out")
+    if flags.out:
+      disk.check_file(flags.out, "--out")
     settings = from_config(config)
     if not flags.workload:
       run = configured.open_run(settings)
-  steps = flags.steps
-  warmup = flags.warmup
+  counts = flags.steps, flags.warmup
   with compilation.memory_errors():
     if flags.workload:
-      report = side_by_side.measure(flags.workload, settings, steps, warmup)
+      report = side_by_side.measure(flags.workload, settings, *counts)
       text = json.dumps(report)
     else:
-      report = configured.measure(run, steps, warmup)
+      report = configured.measure(run, *counts)
       text = "\n".join(configured.lines(report))
   try:  # write before printing, because the terminal may be closed
-    if out:
+    if flags.out:
       with command_line.usage_errors():
-        records.write_json(out, report)
+        records.write_json(flags.out, report)
   finally:
     print(text, flush=True)
 

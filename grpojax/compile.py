@@ -25,8 +25,6 @@ expect a time between the two (grpojax/aot/roofline.py). Rewards, evaluations
 and saving are not included.
 """
 
-import functools
-import pathlib
 import sys
 
 from grpojax.aot import programs, report, topology
@@ -51,9 +49,8 @@ def main(argv: list[str]) -> int:
   """Runs the program with command line arguments `argv`."""
   with command_line.usage_errors():
     config, flags = parse_job(argv, FLAGS, SETTINGS, __doc__)
-    out = pathlib.Path(flags.out) if flags.out else None
-    if out:
-      disk.check_file(out, "--out")
+    if flags.out:
+      disk.check_file(flags.out, "--out")
     settings = from_config(config)
     machine = topology.machine(flags.topology)
     if count := settings.mesh.sampling_devices:
@@ -61,12 +58,11 @@ def main(argv: list[str]) -> int:
     mesh = setup.make_mesh(settings, machine.devices)
     batches_lib.check_mesh(settings, mesh)
     run = programs.open_run(settings, mesh)
-  say = functools.partial(print, file=sys.stderr, flush=True)
-  result = report.report(run, machine, say)
+  result = report.report(run, machine)
   print("\n".join(report.lines(result)), flush=True)
-  if out:
+  if flags.out:
     with command_line.usage_errors():
-      records.write_json(out, result)
+      records.write_json(flags.out, result)
   return 0 if result["fits"] else DOES_NOT_FIT
 
 

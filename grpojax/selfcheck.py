@@ -144,16 +144,12 @@ def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
   yield at_most("trainer against rollout", mean, MISMATCH, " nats per token")
 
 
-def _tokens() -> tuple[np.ndarray, np.ndarray]:
-  """Returns random prompts [4, 8] and completions [4, 2, 32]."""
-  rng = np.random.default_rng(0)
-  return rng.integers(3, 13, (4, 8)), rng.integers(3, 13, (4, 2, 32))
-
-
 def logprobs(dtype: Any) -> np.ndarray:
-  """Returns the embedded model's log-probabilities [4, 2, 32] of `_tokens`."""
+  """Returns the embedded model's log-probabilities [4, 2, 32] of random ids."""
   lm, params = hf.load(MODEL, dtype=dtype)
-  prompts, ids = _tokens()
+  rng = np.random.default_rng(0)
+  prompts = rng.integers(3, 13, (4, 8))
+  ids = rng.integers(3, 13, (4, 2, 32))
   with jax.default_matmul_precision("highest"):
     run = jax.jit(functools.partial(token_logprobs, lm))
     values, _ = run(params, prompts, prompts > 0, ids)

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from grpojax import bench
@@ -51,15 +50,6 @@ def test_errors_are_raised_before_timing(
   assert not measured
 
 
-def test_out_of_memory_names_settings_to_lower(monkeypatch):
-  def measure(*args):
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB")
-
-  monkeypatch.setattr(side_by_side, "measure", measure)
-  with pytest.raises(SystemExit, match="out of memory .*optim.micro_batches"):
-    bench.main(["--workload=tail"])
-
-
 def test_random_prompts_ignore_the_mixture(measured):
   words = "name=arithmetic rewards=exact_answer".split()
   words = [f"--config.data.mixture.sums.{word}" for word in words]
@@ -80,19 +70,9 @@ def test_a_workload_prints_one_json_line(measured, tmp_path, capsys):
   assert settings.model.remat == "none" and settings.loss.beta == 0.04
 
 
-def test_results_survive_a_closed_terminal_or_a_full_disk(
-  measured, monkeypatch, tmp_path, capsys
-):
-  def closed(*words, **options):
-    raise BrokenPipeError
-
+def test_results_survive_a_full_disk(measured, monkeypatch, tmp_path, capsys):
   out = tmp_path / "folder" / "out.json"
   out.parent.mkdir()
-  with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
-    patch.setattr(bench, "print", closed, raising=False)
-    bench.main(["--workload=fixed", f"--out={out}"])
-  assert json.loads(out.read_text()) == {"peer": "grpojax"}
-  out.unlink()
   measure = lambda *_: out.parent.rmdir() or {"steps": 3}
   monkeypatch.setattr(side_by_side, "measure", measure)
   with pytest.raises(SystemExit, match="error: .*out.json: No such file"):

@@ -17,7 +17,6 @@ class InstructionCost(NamedTuple):
   """Costs of an instruction of the schedule, per run."""
 
   name: str
-  opcode: str
   op_name: str  # origin in the traced program
   flops: int  # of matrix products
   bytes: int  # of HBM reads and writes
@@ -118,7 +117,6 @@ def _instruction(
   shapes = memory.result(inside.parameters, i)
   cycles = i.number(r'"estimated_cycles":"(\d+)"') or 0
   return InstructionCost(
-    opcode=i.opcode,
     flops=flops.flops(inside, i),
     bytes=memory.hbm_bytes(inside, shapes, repeated),
     # XLA gives some copies on tpu7x 2^63 - 1 cycles.

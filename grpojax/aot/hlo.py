@@ -77,7 +77,6 @@ class Instruction(NamedTuple):
 class Computation(NamedTuple):
   """Instructions by name, in the order of the text, which is the schedule."""
 
-  name: str
   instructions: dict[str, Instruction]
 
   @property
@@ -171,7 +170,7 @@ def parse(text: str) -> Module:
       current = None
     elif not line.startswith(" ") and (header := _HEADER.match(line)):
       current = {}
-      computations[header[2]] = Computation(header[2], current)
+      computations[header[2]] = Computation(current)
       entry = header[2] if header[1] else entry
     elif current is not None and (instruction := parse_instruction(line)):
       current[instruction.name] = instruction

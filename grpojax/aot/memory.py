@@ -91,7 +91,7 @@ def contents(
     renamed = _renamed(module, fused, "", names)
     root = names[fused.root.name]
     every = {i.name: i._replace(is_root=i.name == root) for i in renamed}
-    return Computation(fused.name, every)
+    return Computation(every)
   # The literal of an unknown opcode may contain other names.
   names = [n for n in instruction.operands if n in computation.instructions]
   operands = [computation.instructions[n] for n in names]
@@ -102,7 +102,7 @@ def contents(
     i.name: i._replace(literal=str(n), **as_parameter)
     for n, i in enumerate(operands)
   }
-  return Computation(instruction.name, parameters | {itself.name: itself})
+  return Computation(parameters | {itself.name: itself})
 
 
 def _hbm(shapes: Iterable[Shape]) -> int:

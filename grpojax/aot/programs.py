@@ -175,15 +175,11 @@ def _device_prompts(run: Run) -> Prompts:
   return _rows(jax.eval_shape(lambda: next(batches)), run.mesh, "batch")
 
 
-def names(settings: TrainSettings) -> tuple[str, ...]:
-  """Returns the names of a step's programs, in their order."""
-  if settings.reward.on_device:
-    return ("step",)
-  return ("rollout", "reference", "update")
-
-
 def lower(run: Run, name: str) -> jax.stages.Lowered:
-  """Lowers the program `name` of a step on its mesh."""
+  """Lowers the program `name` of a step on its mesh.
+
+  That is "step" with reward.on_device, else "rollout", "reference" or "update".
+  """
   settings, state = run.settings, run.state
   options = {
     "settings": settings,
@@ -200,11 +196,21 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   step_programs = host.make_programs(**options)
   sampling = mesh_lib.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
   key = jax.eval_shape(lambda: seed_key(0))
+  sample = step_programs.sample
   with jax.set_mesh(sampling):
     if name == "rollout":
-      return _lower_rollout(run, step_programs.sample, sampling, key)
+      parts = settings.sampling.parts
+      arguments = [state.params, _prompts(run, sampling, parts), key]
+      if parts > 1 or settings.filter_groups.enable:
+        first_sample = jax.ShapeDtypeStruct((), jnp.int32)
+        arguments.append(first_sample)
+      if sampling is not run.mesh:
+        sample = sampling_lib.with_result_shardings(
+          sample, sampling, *arguments
+        )
+      return policy_lib.lower(sample, *arguments)
     whole = _prompts(run, sampling)
-    samples = jax.eval_shape(step_programs.sample, state.params, whole, key)
+    samples = jax.eval_shape(sample, state.params, whole, key)
   shape = run.prompts, run.group_size
   values = None  # of each reward function, if they are normalised
   if aggregation(settings.reward):
@@ -222,20 +228,6 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
     batch = _as_rows(batch, run.mesh)
     ref_params = run.ref_params if settings.loss.has_exact_kl else None
     return policy_lib.lower(step_programs.update, state, batch, ref_params)
-
-
-def _lower_rollout(
-  run: Run, sample: Any, mesh: Mesh, key: jax.ShapeDtypeStruct
-) -> jax.stages.Lowered:
-  """Lowers the sampler for a part of a step's prompts."""
-  parts = run.settings.sampling.parts
-  arguments = [run.state.params, _prompts(run, mesh, parts), key]
-  if parts > 1 or run.settings.filter_groups.enable:
-    first_sample = jax.ShapeDtypeStruct((), jnp.int32)
-    arguments.append(first_sample)
-  if mesh is not run.mesh:
-    sample = sampling_lib.with_result_shardings(sample, mesh, *arguments)
-  return policy_lib.lower(sample, *arguments)
 
 
 def _as_rows(tree: Any, mesh: Mesh) -> Any:

@@ -1,9 +1,11 @@
 """Estimates memory and seconds of a training step on an absent machine."""
 
+import functools
 import math
 import re
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +15,9 @@ from grpojax.aot import chips, cost, hlo, programs, roofline, topology
 from grpojax.aot.chips import Chip
 from grpojax.aot.topology import Machine
 from grpojax.core import mesh as mesh_lib
-from grpojax.models.config import TransformerConfig, parameter_shapes
+from grpojax.models.config import parameter_shapes
 from grpojax.models.sharding import shard_bytes
 
-Say = Callable[[str], None]
 GIB = 2**30
 
 
@@ -76,50 +77,39 @@ def compile_part(
   )
 
 
-def active_parameters(model: TransformerConfig) -> tuple[int, int]:
-  """Counts the parameters used per token, in the layers and in the head."""
-  shapes, total = parameter_shapes(model), 0
-  for name, shape in shapes["layers"].items():
-    size = math.prod(shape) if len(shape) > 2 else 0  # a matrix of each layer
-    if name.startswith("expert_"):
-      size = size * model.experts_per_token // model.experts
-    total += size
-  return total, model.vocab_size * model.width
-
-
-def forward_passes(run: programs.Run) -> tuple[int, int]:
-  """Counts forward passes without a gradient, before the update and per epoch.
-
-  Before the update: log-probabilities of a reference, and of the policy with
-  `loss.old_logprobs`. Per epoch: a pass over all micro-batches, for the tokens
-  of highest entropy or the experts' load.
-  """
-  loss, update = run.settings.loss, run.settings.optim.update
-  off_policy = update.epochs * update.minibatches > 1
-  before = int(run.ref_params is not None)
-  before += int(loss.old_logprobs == "trainer" and off_policy)
-  whole_batch = loss.top_entropy_quantile < 1 or loss.router_aux_coef
-  return before, int(bool(whole_batch) and update.micro_batches > 1)
-
-
 def part_flops(run: programs.Run) -> dict[str, float]:
   """Counts the operations of each part of a step with full-length completions.
 
   Per parameter and token: 2 forward, 6 trained, 4 frozen below adapters.
   Prompts skip the output head. Attention and adapters are not counted.
   """
-  settings, update = run.settings, run.settings.optim.update
-  layers, head = active_parameters(run.model)
+  model = run.model
+  settings = run.settings
+  loss = settings.loss
+  update = settings.optim.update
+  layers = 0  # parameters used per token
+  for name, shape in parameter_shapes(model)["layers"].items():
+    size = math.prod(shape) if len(shape) > 2 else 0  # a matrix of each layer
+    if name.startswith("expert_"):
+      size = size * model.experts_per_token // model.experts
+    layers += size
   completions = run.prompts * run.group_size * settings.sampling.max_new_tokens
   prompts = run.prompts * settings.data.max_prompt_length
-  before, within = forward_passes(run)
+  each = layers * (prompts + completions)
+  each += model.vocab_size * model.width * completions
+  # Before the update: log-probabilities of a reference, and of the policy.
+  off_policy = update.epochs * update.minibatches > 1
+  before = run.ref_params is not None
+  before += loss.old_logprobs == "trainer" and off_policy
+  # In each epoch: for the tokens of highest entropy or the experts' load.
+  whole_batch = loss.top_entropy_quantile < 1 or loss.router_aux_coef != 0
   trained = 4 if settings.lora.rank else 6
+  trained += 2 * (whole_batch and update.micro_batches > 1)
   passes = {
     "rollout": 2,
     "reference": 2 * before,
-    "update": (trained + 2 * within) * update.epochs,
+    "update": trained * update.epochs,
   }
-  each = layers * (prompts + completions) + head * completions
   return {name: float(n * each) for name, n in passes.items()}
 
 
@@ -164,10 +154,9 @@ def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
   return kinds | {"temporaries": temporary - large}
 
 
-def measure(
-  run: programs.Run, name: str, machine: Machine, say: Say
-) -> dict[str, Any]:
+def measure(run: programs.Run, name: str, machine: Machine) -> dict[str, Any]:
   """Compiles the program `name` of a step; returns its entry in the report."""
+  say = functools.partial(print, file=sys.stderr, flush=True)
   sampling = run.settings.sampling
   trips = max(sampling.max_new_tokens - 1, 1)
   # The rollout is compiled for a part of the prompts.
@@ -187,12 +176,11 @@ def measure(
   }
 
 
-def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
+def report(run: programs.Run, machine: Machine) -> dict[str, Any]:
   """Returns the report of all programs, as it is saved."""
-  entries = {
-    name: measure(run, name, machine, say)
-    for name in programs.names(run.settings)
-  }
+  on_device = run.settings.reward.on_device
+  names = ("step",) if on_device else ("rollout", "reference", "update")
+  entries = {name: measure(run, name, machine) for name in names}
   seconds = sum(part["seconds"] for part in entries.values())
   samples = run.prompts * run.group_size
   tokens = samples * run.settings.sampling.max_new_tokens

@@ -24,6 +24,7 @@ then beat the peak.
 Measured times lie between the two estimates (tests/aot/test_roofline.py).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from grpojax.aot import chips
@@ -56,11 +57,6 @@ def collective_seconds(collective: Collective, chip: Chip) -> float:
   return sent / chip.link_bandwidth + hops * HOP_SECONDS
 
 
-def _sending(cost: Cost, chip: Chip) -> float:
-  each = (collective_seconds(c, chip) * c.trips for c in cost.collectives)
-  return sum(each, 0.0)
-
-
 def _working(i: InstructionCost, chip: Chip) -> float:
   """Returns the seconds of a run without sending."""
   return max(i.flops / chip.flops, i.bytes / chip.hbm_bandwidth)
@@ -81,12 +77,13 @@ def estimate(cost: Cost, chip: Chip) -> Estimate:
   """Estimates the seconds of a run on a device's share of the chip."""
   peaks = chips.device(chip)
 
-  def roofline(part: Cost) -> float:
-    working = (_working(i, peaks) * i.trips for i in part.instructions)
-    return sum(working, _sending(part, peaks))
+  def seconds(part: Cost, of_run: Callable) -> float:
+    sending = (collective_seconds(c, peaks) * c.trips for c in part.collectives)
+    working = (of_run(i, peaks) * i.trips for i in part.instructions)
+    return sum(working, sum(sending, 0.0))
 
   by_cycles = None
   if chip.clock and any(i.cycles for i in cost.instructions):
-    working = (_by_cycles(i, peaks) * i.trips for i in cost.instructions)
-    by_cycles = sum(working, _sending(cost, peaks))
-  return Estimate(roofline(cost), roofline(cost.in_token_loop), by_cycles)
+    by_cycles = seconds(cost, _by_cycles)
+  token_loop = seconds(cost.in_token_loop, _working)
+  return Estimate(seconds(cost, _working), token_loop, by_cycles)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,47 +24,31 @@ PARTS = {
   part: f"seconds_{part}"
   for part in ("rollout", "rewards", "reference", "update")
 }
-_SIZE = 2048  # rows and columns of the measured product
-_REPEATS = 7
 
 
-class Machine(NamedTuple):
-  """Devices of the same kind, with the peak rate of a device."""
-
-  kind: str
-  count: int
-  flops: float  # rate of matrix products, FLOP/s
-  source: str  # of the rate
-
-
-def measure_flops(dtype: Any, size: int = _SIZE) -> float:
+def measure_flops(dtype: Any, size: int = 2048) -> float:
   """Measures the FLOP/s of a square matrix product, the fastest of several."""
   product = jax.jit(lambda x: x @ x)
   x, seconds = jnp.full((size, size), 1 / size, dtype), []  # its own square
   jax.block_until_ready(product(x))  # compiles
-  for _ in range(_REPEATS):
+  for _ in range(7):
     start = time.perf_counter()
     x = jax.block_until_ready(product(x))
     seconds.append(time.perf_counter() - start)
   return 2 * size**3 / min(seconds)
 
 
-def find_machine(kind: str, count: int, dtype: Any) -> Machine:
-  """Looks up or measures the peak rate of a `device_kind`."""
+def peak_flops(kind: str, count: int, dtype: Any) -> tuple[float, str]:
+  """Returns the FLOP/s of each of `count` devices, and the source of the rate.
+
+  They are looked up by the `device_kind` or measured.
+  """
   chip = chips.of_kind(kind)
   if chip:
-    flops = chips.device(chip).flops
-    return Machine(kind, count, flops, f"bfloat16, {chip.source}")
+    return chips.device(chip).flops, f"bfloat16, {chip.source}"
   # CPU devices share the cores that a single device used in the measurement.
   flops = measure_flops(dtype) / (count if kind == "cpu" else 1)
-  return Machine(kind, count, flops, f"measured, {dtype}")
-
-
-def peak_memory(mesh: jax.sharding.Mesh) -> int | None:
-  """Returns the peak memory of a device, in bytes; None if unknown."""
-  stats = [device.memory_stats() or {} for device in mesh.local_devices]
-  peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
-  return max(peaks, default=None)
+  return flops, f"measured, {dtype}"
 
 
 def open_run(settings: TrainSettings) -> programs.Run:
@@ -96,7 +80,7 @@ def open_shapes(settings: TrainSettings) -> programs.Run:
 def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   """Times `steps` steps of a config; returns the report to save."""
   kind = run.mesh.devices.flat[0].device_kind
-  machine = find_machine(kind, run.mesh.size, run.settings.model.dtype)
+  peak, source = peak_flops(kind, run.mesh.size, run.settings.model.dtype)
   opened = subject.open_subject(run)
   prompts, parts = subject.random_prompts(run), PARTS
   if run.settings.reward.on_device:  # a single program; prompts with targets
@@ -109,23 +93,33 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   later = all_steps[warmup:]
   counted, quiet = clock.quiet(later)
   keys = {part: part for part in parts} | {"step": "total"}
-  median = {
+  seconds = {
     part: clock.spread(s.seconds[key] for s in counted)
     for part, key in keys.items()
   }
+  median = {part: x["median"] for part, x in seconds.items()}
   samples = run.prompts * run.group_size
   lengths = [float(step.row["completion_length_mean"]) for step in all_steps]
   sampled = samples * min(lengths)  # the same in all steps
+  flops = part_flops(run)
+  flops["step"] = sum(flops.values())
+  stats = [device.memory_stats() or {} for device in run.mesh.local_devices]
+  memory = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
   return {
     "config": config_lib.flatten(to_config(run.settings)),
     "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES},
-    "machine": machine._asdict(),
+    "machine": {
+      "kind": kind,
+      "count": run.mesh.size,
+      "flops": peak,
+      "source": source,
+    },
     "prompts": run.prompts,
     "group_size": run.group_size,
     "steps": steps,
     "quiet": quiet,
     "others_cpu": clock.spread(s.seconds["others"] for s in later),
-    "seconds": median,
+    "seconds": seconds,
     "per_step": [
       {part: step.seconds[key] for part, key in keys.items()} for step in later
     ],
@@ -133,31 +127,17 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     "compile_seconds": sum(compiled),
     "compilations": len(compiled),
     "tokens_per_step": sampled,
-    **_rates(run, machine, sampled, median),
-    "peak_memory_bytes": peak_memory(run.mesh),
-    "peak_rss_bytes": clock.peak_rss_mib() * 2**20,
-  }
-
-
-def _rates(
-  run: programs.Run,
-  machine: Machine,
-  tokens: float,
-  seconds: dict[str, dict[str, float]],
-) -> dict[str, Any]:
-  """Returns tokens per second and the share of peak FLOP/s, at the median."""
-  flops = part_flops(run)
-  flops["step"] = sum(flops.values())
-  median = {part: values["median"] for part, values in seconds.items()}
-  peak = machine.flops * machine.count
-  return {
     "flops": flops,
     "flops_of_peak": {
-      p: n / median[p] / peak for p, n in flops.items() if p in median
+      p: n / median[p] / (peak * run.mesh.size)
+      for p, n in flops.items()
+      if p in median
     },
     "tokens_per_second": {
-      p: tokens / median[p] for p in ("rollout", "step") if p in median
+      p: sampled / median[p] for p in ("rollout", "step") if p in median
     },
+    "peak_memory_bytes": max(memory, default=None),  # of a device, if known
+    "peak_rss_bytes": clock.peak_rss_mib() * 2**20,
   }
 
 

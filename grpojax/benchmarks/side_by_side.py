@@ -32,16 +32,6 @@ PARTS = {
 """Timed parts of a step, and their metrics."""
 
 
-def open_workload(name: str, settings: TrainSettings) -> subject.Subject:
-  """Opens a workload's run; ValueError if the devices are too small."""
-  with tempfile.TemporaryDirectory() as directory:
-    file = pathlib.Path(directory, "config.json")
-    file.write_text(json.dumps(workloads.WORKLOADS[name].model))
-    model = dataclasses.replace(settings.model, path=str(file))
-    settings = dataclasses.replace(settings, model=model)
-    return subject.open_subject(configured.open_shapes(settings))
-
-
 def default_job(settings: TrainSettings) -> subject.Rows:
   """Yields the metrics of `train` steps, without evaluations or checkpoints."""
   with contextlib.ExitStack() as stack:
@@ -63,9 +53,13 @@ def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
   """Returns an iterator over the metrics of a workload's steps."""
   if name == workloads.ARITHMETIC:
     return default_job(settings)
-  with command_line.usage_errors():
-    opened = open_workload(name, settings)
   workload = workloads.WORKLOADS[name]
+  with command_line.usage_errors(), tempfile.TemporaryDirectory() as directory:
+    file = pathlib.Path(directory, "config.json")
+    file.write_text(json.dumps(workload.model))
+    model = dataclasses.replace(settings.model, path=str(file))
+    settings = dataclasses.replace(settings, model=model)
+    opened = subject.open_subject(configured.open_shapes(settings))
   prompts = workloads.prompt_ids(workload, count)
   batches = (
     subject.whole_prompts(ids, workloads.lengths(workload, step))
@@ -110,6 +104,15 @@ def report(
   def spread(value: Callable[[clock.Step], float]) -> dict[str, float]:
     return clock.spread(map(value, counted))
 
+  planned = None
+  if name != workloads.ARITHMETIC:
+    # Completions are at most as long as planned (`budgets`), so sums decide.
+    lengths = functools.partial(workloads.lengths, workloads.WORKLOADS[name])
+    planned = all(tokens(x) == int(lengths(x.number).sum()) for x in timed)
+  versions = {}
+  for package in ("grpojax", "jax", "jaxlib", "flax", "optax"):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      versions[package] = importlib.metadata.version(package)
   default = config_lib.flatten(workloads.config_of(name))
   default |= {"model.path": settings.model.path, "steps": settings.steps}
   flat = config_lib.flatten(to_config(settings))

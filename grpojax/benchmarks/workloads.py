@@ -91,9 +91,6 @@ WORKLOADS = {
 }
 ARITHMETIC = "arithmetic"
 NAMES = (*WORKLOADS, ARITHMETIC)
-STEPS = {name: 8 for name in WORKLOADS} | {ARITHMETIC: 10}
-"""Default of --steps: the number of timed steps."""
-
 _TABLE_STEPS = 32
 
 

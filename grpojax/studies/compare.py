@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from ml_collections import ConfigDict
 
 from grpojax.core.options import ONE_OR_MORE
@@ -89,8 +90,8 @@ FREE = (
 METRICS = {"reward": "reward_mean", "accuracy": "accuracy"}
 """Training metrics by column of curves.csv."""
 
-Tuned = Mapping[tuple[int, float], float]
-"""Mean reward by (arm index, learning rate)."""
+Tuned = Float[np.ndarray, "arms rates"]
+"""Mean rewards over the tuning seeds."""
 
 
 def train_settings(
@@ -214,33 +215,27 @@ def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
 
 def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
   """Trains each arm with each learning rate; zeros if only one is given."""
+  arms = range(len(config.arms))
+  rates = config.learning_rates
+  if len(rates) == 1:
+    return np.zeros((len(arms), 1))
   seeds = range(config.seeds, config.seeds + config.tuning_seeds)
-  rates = map(float, config.learning_rates)
-  points = list(itertools.product(range(len(config.arms)), rates))
-  if len(config.learning_rates) == 1:
-    return dict.fromkeys(points, 0.0)
-  labels = [{"point": x, "seed": seed} for x in points for seed in seeds]
-  runs = [train_settings(config, *x["point"], x["seed"]) for x in labels]
+  points = list(itertools.product(arms, rates, seeds))
+  labels = [{"arm": i, "rate": rate, "seed": n} for i, rate, n in points]
+  runs = [train_settings(config, *point) for point in points]
   rows = study.trained(labels, runs, directory, METRICS)
-  means = study.run_means(rows, "reward", labels).reshape(len(points), -1)
-  return {
-    point: sum(rewards) / len(rewards)
-    for point, rewards in zip(points, means.tolist(), strict=True)
-  }
+  means = study.run_means(rows, "reward", labels)
+  return means.reshape(len(arms), len(rates), -1).mean(-1)
 
 
-def best_rates(tuned: Tuned) -> list[float]:
+def best_rates(rates: Sequence[float], tuned: Tuned) -> list[float]:
   """Returns each arm's learning rate of highest mean reward.
 
   Exits if an arm has no reward at any rate.
   """
-  by_arm: dict[int, dict[float, float]] = {arm: {} for arm, _ in tuned}
-  for (arm, rate), reward in tuned.items():
-    if not math.isnan(reward):
-      by_arm[arm][rate] = reward
-  if lost := [arm for arm, rewards in by_arm.items() if not rewards]:
+  if lost := np.flatnonzero(np.isnan(tuned).all(1)).tolist():
     raise SystemExit(f"error: no run of the arms {lost} had a reward")
-  return [max(rewards, key=rewards.get) for rewards in by_arm.values()]
+  return [float(rates[i]) for i in np.nanargmax(tuned, axis=1)]
 
 
 def table(
@@ -261,20 +256,21 @@ def table(
   return lines
 
 
-def draw(axes, rows, tuned: Tuned, lines, name: str) -> None:
+def draw(axes, config: ConfigDict, rows, tuned: Tuned, lines, name) -> None:
   """Draws rewards by step, by learning rate if several, and differences.
 
   `rows` are from curves.csv, `lines` from results.csv.
   """
   curve, *by_rate, more = axes[0]
+  order = np.argsort(config.learning_rates)
+  rates = np.array(config.learning_rates)[order]
   for i, line in enumerate(lines):
     arm, colour = line["arm"], f"C{i}"
     rewards = study.by_step(study.select(rows, arm=arm), "reward")
     means = [np.mean(x) for x in rewards.values()]
     curve.plot([*rewards], means, color=colour, lw=1.5, label=arm)
-    rates = sorted(rate for a, rate in tuned if a == i)
     for ax in by_rate:
-      ax.plot(rates, [tuned[i, x] for x in rates], "o-", color=colour)
+      ax.plot(rates, tuned[i, order], "o-", color=colour)
     middle, low, high = study.ends(line, f"{name}_more")
     error = [[middle - low], [high - middle]]
     more.errorbar(middle, -i, xerr=error, fmt="o", color=colour, capsize=3)
@@ -308,11 +304,12 @@ def _lines(config: ConfigDict, rows, compared: Sequence[str]) -> Iterator[str]:
     yield f"{row['arm']}: learning rate {row['learning_rate']:g}{hint}, {means}"
 
 
-def results(
-  config: ConfigDict, directory: pathlib.Path, tuned: Tuned
-) -> study.Results:
-  """Trains each arm with its best learning rate, and compares the arms."""
-  arms, seeds, rates = config.arms, range(config.seeds), best_rates(tuned)
+def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
+  """Tunes the learning rates, then compares the arms at their best rates."""
+  tuned = tune(config, directory)
+  rates = best_rates(config.learning_rates, tuned)
+  arms = config.arms
+  seeds = range(config.seeds)
   # Seed by seed, so that an interrupted study has whole seeds.
   points = list(itertools.product(seeds, range(len(arms))))
   labels = [{"arm": arms[i], "seed": seed} for seed, i in points]
@@ -329,21 +326,17 @@ def results(
     differences = ", ".join(rewarded)
     lines.append(f"rewards are not compared: arms differ in {differences}")
   tuning = [
-    {"arm": arms[i], "learning_rate": rate, "reward": reward}
-    for (i, rate), reward in tuned.items()
+    {"arm": arm, "learning_rate": float(rate), "reward": reward}
+    for arm, rewards in zip(arms, tuned.tolist(), strict=True)
+    for rate, reward in zip(config.learning_rates, rewards, strict=True)
   ]
   return study.Results(
     tables={"tuning": tuning, "curves": curves, "results": rows},
     lines=[*lines, "differences are from the first arm"],
-    draw=lambda axes: draw(axes, curves, tuned, rows, compared[0]),
+    draw=lambda axes: draw(axes, config, curves, tuned, rows, compared[0]),
     panels=(1, 2 + (len(config.learning_rates) > 1)),
     summary={"compared": compared, "results": rows},
   )
-
-
-def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
-  """Tunes the learning rates, then compares the arms."""
-  return results(config, directory, tune(config, directory))
 
 
 def main(argv: list[str]) -> None:

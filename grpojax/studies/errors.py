@@ -117,22 +117,14 @@ def score_gram(
     np.asarray(score_chunk(np.maximum(chunk, 0), chunk >= 0))
     for chunk in np.split(rows, len(rows) // _AT_ONCE)
   ]
-  scores = np.concatenate(chunks)[:count]
-  if scores.ndim == 2:
-    gram = _inner_products(scores)
-  else:
-    gram = np.stack([_inner_products(x) for x in scores.swapaxes(0, 1)])
+  scores = np.moveaxis(np.concatenate(chunks)[:count], 0, -2)
+  # Sums of chunks of columns in float32, added up in float64.
+  gram = np.zeros((*scores.shape[:-1], count))
+  for start in range(0, scores.shape[-1], _COLUMNS):
+    columns = scores[..., start : start + _COLUMNS]
+    gram += columns @ columns.swapaxes(-2, -1)
   index = index.reshape(-1)  # numpy 2.0 gave it a second axis
   return gram[..., index[:, None], index], count
-
-
-def _inner_products(scores: np.ndarray) -> np.ndarray:
-  """Returns a Gram matrix: float32 sums of chunks, added up in float64."""
-  gram = np.zeros((len(scores), len(scores)))
-  for start in range(0, scores.shape[1], _COLUMNS):
-    columns = scores[:, start : start + _COLUMNS]
-    gram += columns @ columns.T
-  return gram
 
 
 def score_moments(gram: Gram, rewards: Rewards) -> Moments:
@@ -199,20 +191,12 @@ def score_lengths(gram: Gram, rewards: Rewards) -> ScoreLengths:
   )
 
 
-class _Terms(NamedTuple):
-  """Sums over b blocks from which the errors of a group size follow.
+def _errors(gram, rewards, group_size, blocks, baseline) -> np.ndarray:
+  """Measures errors [1 + b, 4], first on all blocks; see `group_errors`.
 
   The forms, weighted sums of a group's scores, are vanilla, leave_one_out,
   centred and the mean score. A truth is an estimate of g from a whole block.
   """
-
-  squares: np.ndarray  # [4, 4, b]: products of two forms of the same group
-  cross: np.ndarray  # [4, b, b]: forms of a block times truths of another
-  truth: np.ndarray  # [b, b]: truths times truths
-  sums: np.ndarray  # [2, b]: sums of the rewards and of their squares
-
-
-def _terms(gram, rewards, group_size, blocks, baseline) -> _Terms:
   size = len(rewards) // blocks
   count = len(rewards) // group_size
   # Forms as weights of the samples, [4, S].
@@ -222,43 +206,45 @@ def _terms(gram, rewards, group_size, blocks, baseline) -> _Terms:
   forms = np.stack(
     [np.asarray(f(groups), np.float64).ravel() / group_size for f in functions]
   )
-  truth = (rewards - baseline) / size
-  # Products within groups need the diagonal blocks [G, G] of the Gram matrix.
+  # Products of two forms of the same group, [4, 4, b], need the diagonal blocks
+  # [G, G] of the Gram matrix.
   by_group = gram.reshape(count, group_size, count, group_size)
   inside = np.einsum("igih->igh", by_group)
   grouped = forms.reshape(len(forms), count, group_size)
   half = np.einsum("igh,eih->eig", inside, grouped)
   squares = np.einsum("fig,eig->fei", grouped, half)
-
-  # [S, b]: each sample's score times each block's truth.
+  squares = squares.reshape(*squares.shape[:2], blocks, -1).mean(-1)
+  # Each sample's score times each block's truth, [S, b].
+  truth = (rewards - baseline) / size
   onto = (gram * truth).reshape(len(rewards), blocks, size).sum(-1)
+  # Forms of a block times truths of another, [4, b, b].
   cross = (forms[:, :, None] * onto).reshape(len(forms), blocks, size, blocks)
-  return _Terms(
-    squares=squares.reshape(*squares.shape[:2], blocks, -1).mean(-1),
-    cross=cross.sum(2) / (size // group_size),
-    truth=(truth[:, None] * onto).reshape(blocks, size, blocks).sum(1),
-    sums=np.stack([rewards, rewards**2]).reshape(2, blocks, size).sum(-1),
-  )
+  cross = cross.sum(2) / (size // group_size)
+  truths = (truth[:, None] * onto).reshape(blocks, size, blocks).sum(1)
+  sums = np.stack([rewards, rewards**2]).reshape(2, blocks, size).sum(-1)
 
+  def errors_of(chosen):
+    n = len(chosen)
+    part = squares[..., chosen]
+    # The oracle's V is the mean reward of the other blocks, and its square is
+    # estimated without bias, too. The mean error is exactly that of the true V:
+    # errors of V multiply mean scores, whose mean is 0.
+    of_chosen = sums[:, chosen]
+    total, second = of_chosen.sum(-1, keepdims=True) - of_chosen
+    v = total / ((n - 1) * size)
+    v2 = _square(total, second, (n - 1) * size)
+    oracle = part[0, 0] - 2 * v * part[0, 3] + v2 * part[3, 3]
+    square = np.stack([*(part[i, i] for i in range(3)), oracle])
+    products = cross[:, chosen][:, :, chosen]
+    of_oracle = products[0] - v[:, None] * products[3]
+    products = np.stack([*products[:3], of_oracle])
+    others = (1 - np.eye(n)) / (n * (n - 1))
+    mixed = np.sum(products * others, (-2, -1))
+    both = np.sum(truths[np.ix_(chosen, chosen)] * others)
+    return square.mean(-1) - 2 * mixed + both
 
-def _errors(terms: _Terms, size: int, chosen: np.ndarray) -> np.ndarray:
-  """Returns the mean squared errors [4] measured on the chosen blocks."""
-  squares = terms.squares[..., chosen]
-  cross = terms.cross[:, chosen][:, :, chosen]
-  truth, sums = terms.truth[np.ix_(chosen, chosen)], terms.sums[:, chosen]
-  blocks = len(chosen)
-  # The oracle's V is the mean reward of the other blocks, and its square is
-  # estimated without bias, too. The mean error is exactly that of the true V:
-  # errors of V multiply mean scores, whose mean is 0.
-  total, second = sums.sum(-1, keepdims=True) - sums
-  n = (blocks - 1) * size
-  v, v2 = total / n, _square(total, second, n)
-  oracle = squares[0, 0] - 2 * v * squares[0, 3] + v2 * squares[3, 3]
-  square = np.stack([*(squares[i, i] for i in range(3)), oracle])
-  cross = np.stack([*cross[:3], cross[0] - v[:, None] * cross[3]])
-  others = (1 - np.eye(blocks)) / (blocks * (blocks - 1))
-  mixed = np.sum(cross * others, (-2, -1))
-  return square.mean(-1) - 2 * mixed + np.sum(truth * others)
+  subsets = [np.arange(blocks), *without_each(blocks, blocks)]
+  return np.array([errors_of(chosen) for chosen in subsets])
 
 
 def group_errors(
@@ -279,13 +265,8 @@ def group_errors(
   error. V is replaced likewise for the oracle. The estimates of g subtract
   `baseline` from the rewards; they are unbiased if the pool does not affect it.
   """
-  size = len(rewards) // blocks
   rewards = rewards.astype(np.float64)
-  subsets = [np.arange(blocks), *without_each(blocks, blocks)]
-  errors = []
-  for g in group_sizes:
-    terms = _terms(gram, rewards, g, blocks, baseline)
-    errors.append([_errors(terms, size, chosen) for chosen in subsets])
+  errors = [_errors(gram, rewards, g, blocks, baseline) for g in group_sizes]
   by_estimator = np.array(errors).transpose(2, 1, 0)  # [4, 1 + b, group sizes]
   return Estimators(*by_estimator[:, 0]), Estimators(*by_estimator[:, 1:])
 
@@ -310,47 +291,31 @@ def without_each(blocks: int, count: int) -> list[np.ndarray]:
   return [np.delete(by_block, i, axis=0).ravel() for i in range(blocks)]
 
 
-def jackknife(
-  replicates: Float[np.ndarray, "*X b"],
-) -> Float[np.ndarray, "*X"]:
-  """Estimates a statistic's variance from its values without each of b blocks.
-
-  R. G. Miller, 1974; never biased downwards for U-statistics (B. Efron and C.
-  Stein, 1981).
-  """
-  return np.asarray(np.var(replicates, axis=-1) * (replicates.shape[-1] - 1))
-
-
-def mean_half_width(variances: Float[np.ndarray, "X"], degrees: int) -> float:
-  """Returns half the width of the 95% interval of a mean of X estimates.
-
-  Student's t by Welch and Satterthwaite; each variance has `degrees` degrees of
-  freedom.
-  """
-  total = float(variances.sum())
-  if total == 0:
-    return 0.0
-  joint = int(degrees * total**2 / float(np.sum(variances**2)))
-  return t_quantile(joint) * total**0.5 / len(variances)
-
-
 def mean_over_prompts(
   values: np.ndarray, *replicates: np.ndarray
 ) -> dict[str, float]:
   """Averages `PromptMeans` over prompts, with standard error and 95% interval.
 
-  Blocks and projections err independently, so their variances add up. The sum
-  has at least the smaller number of degrees of freedom.
+  A prompt's variance is jackknifed (R. G. Miller, 1974), which for U-statistics
+  is never biased downwards (B. Efron and C. Stein, 1981). Blocks and
+  projections err independently, so their variances add up; the sum has at least
+  the smaller number of degrees of freedom. The interval is Student's by Welch
+  and Satterthwaite.
   """
-  variances = sum(jackknife(without) for without in replicates)
+  degrees = [without.shape[-1] - 1 for without in replicates]
+  each = zip(replicates, degrees, strict=True)
+  variances = sum(np.var(without, axis=-1) * n for without, n in each)
   mean = float(values.mean())
-  degrees = min(without.shape[-1] for without in replicates) - 1
-  half = mean_half_width(variances, degrees)
+  total = float(variances.sum())
+  half = 0.0
+  if total:
+    joint = int(min(degrees) * total**2 / float(np.sum(variances**2)))
+    half = t_quantile(joint) * total**0.5 / len(values)
   return {
     "mean": mean,
     "low": mean - half,
     "high": mean + half,
-    "error": float(variances.sum() ** 0.5 / len(values)),
+    "error": total**0.5 / len(values),
   }
 
 

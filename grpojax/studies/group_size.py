@@ -344,10 +344,12 @@ def _lines(prediction, lines, comparison, along) -> Iterator[str]:
     )
 
 
-def results(
-  config: ConfigDict, directory: pathlib.Path, prediction
-) -> study.Results:
-  """Trains with all group sizes and compares them with the prediction."""
+def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
+  """Predicts the best group size, then trains with all sizes."""
+  path = directory / "prediction.json"
+  if not path.exists():
+    records.write_json(path, predict(config))
+  prediction = json.loads(path.read_text())
   budgets, sizes = config.budgets, _sizes(config)
   runs, labels = [], []
   for seed, budget, size in _points(config):
@@ -370,14 +372,6 @@ def results(
     panels=(len(budgets), 3),
     summary=summary | {"measured": comparison},
   )
-
-
-def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
-  """Predicts the best group size, then trains with all sizes."""
-  path = directory / "prediction.json"
-  if not path.exists():
-    records.write_json(path, predict(config))
-  return results(config, directory, json.loads(path.read_text()))
 
 
 def main(argv: list[str]) -> None:

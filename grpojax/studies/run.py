@@ -172,18 +172,13 @@ def time_left(began: float, done: int, count: int) -> str:
 # Training runs
 
 
-def training_run(directory: pathlib.Path, name: str) -> pathlib.Path:
-  """Returns the path of a study's training run."""
-  return directory / "runs" / name
-
-
 def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
   """Trains the unfinished runs; exits if a run stops or its config changed."""
   compilation.keep()  # the runs have programs in common
   unfinished = []
   with command_line.usage_errors():
     for run in runs:  # check all of them before training starts
-      path = training_run(directory, run.name)
+      path = directory / "runs" / run.name
       run_directory.check(path, open_run.as_begun(run, path))
       if not run_directory.is_finished(path):
         unfinished.append(run)
@@ -193,7 +188,7 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
     log_path = directory / "logs" / f"{run.name}.txt"
     try:
       with open(log_path, "a") as log, contextlib.redirect_stdout(log):
-        outcome = fit.run(run, training_run(directory, run.name))
+        outcome = fit.run(run, directory / "runs" / run.name)
     except SystemExit as stopped:
       if not isinstance(stopped.code, str):  # not an error: only in the log
         print(f"{run.name} was stopped; the same command resumes it")
@@ -211,7 +206,7 @@ def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
 
   Exits if a step is missing.
   """
-  run = training_run(directory, name)
+  run = directory / "runs" / name
   steps = json.loads((run / run_directory.SUMMARY).read_text())["steps"]
   path = run / run_directory.METRICS
   rows = records.read_jsonl(path)

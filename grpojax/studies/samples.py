@@ -154,23 +154,19 @@ def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
   """Samples a pool for each key, and computes the scores of all together."""
   prompts, (example,) = bench.batches[index]
   params, score = bench.policy.params, bench.score
-  ids, mask, rewards = [], [], []
-  for key in keys:
-    pool = bench.sampler(params, prompts, (), key).rollout
-    (texts,) = policy_lib.decode(bench.policy, pool)
-    rewards += [bench.reward("", text, example) for text in texts]
-    ids.append(np.asarray(pool.completion_ids[0]))
-    mask.append(np.asarray(pool.completion_mask[0]))
+  pools = [bench.sampler(params, prompts, (), key).rollout for key in keys]
+  decoded = [policy_lib.decode(bench.policy, pool) for pool in pools]
+  texts = [text for (group,) in decoded for text in group]
+  rewards = [bench.reward("", text, example) for text in texts]
+  ids = np.concatenate([pool.completion_ids[0] for pool in pools])
+  mask = np.concatenate([pool.completion_mask[0] for pool in pools])
   if bench.projections:  # fresh directions for each prompt
     key = jax.random.fold_in(keys[0], _DIRECTIONS)
     directions = errors.random_directions(params, key, bench.projections)
     score = functools.partial(score, directions)
-  gram, distinct = errors.score_gram(
-    score, params, prompts, np.concatenate(ids), np.concatenate(mask)
-  )
-  rewards = np.array(rewards, np.float32)
+  gram, distinct = errors.score_gram(score, params, prompts, ids, mask)
   without = np.empty((0, *gram.shape[-2:]))
   if bench.projections:
     without = (gram.sum(0) - gram) / (len(gram) - 1)
     gram = gram.mean(0)
-  return Sampled(rewards, gram, without, distinct)
+  return Sampled(np.array(rewards, np.float32), gram, without, distinct)

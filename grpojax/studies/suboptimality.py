@@ -120,13 +120,12 @@ def linear_gap(
   noise: Matrix,
   start: Vector,
   eta: float,
-  offset: int | float,
   steps: Sequence[int],
 ) -> Float[np.ndarray, "S"]:
   """Returns the mean gaps E[J* - J(theta_n)] if J is quadratic, noise constant.
 
   Along the eigenvector i of H the mean square m of theta - theta* follows
-  m <- (1 - a h_i)^2 m + a^2 noise_ii with a = eta / (n + offset). This shows
+  m <- (1 - a h_i)^2 m + a^2 noise_ii with a = eta / (n + OFFSET). This shows
   the influence of the offset and of `start` = theta_0 - theta*. `steps` holds
   the numbers n, ascending.
   """
@@ -135,7 +134,7 @@ def linear_gap(
   square = (basis.T @ start) ** 2
   gaps = []
   for n in range(1, steps[-1] + 1):
-    a = eta / (n + offset)
+    a = eta / (n + OFFSET)
     square = (1 - a * h) ** 2 * square + a**2 * noise_diagonal
     gaps.append(h @ square / 2)
   return np.array([gaps[n - 1] for n in steps])
@@ -210,9 +209,7 @@ def simulate(
 
   @functools.partial(jax.jit, donate_argnums=0)
   def advance(states, keys, steps):  # compiled once for any number of steps
-    def all_runs(_, states):
-      return jax.vmap(one_step)(states, keys)
-
+    all_runs = lambda _, states: jax.vmap(one_step)(states, keys)
     return jax.lax.fori_loop(0, steps, all_runs, states)
 
   # Estimators and group sizes must not share random numbers.
@@ -252,7 +249,7 @@ def outcome(
   noise = getattr(noise, estimator)
   weights = chi_square_weights(h, limit_covariance(h, noise, eta))
   limit = chi_square_quantiles(weights)
-  linear = linear_gap(h, noise, -optimum, eta, OFFSET, config.steps) * steps
+  linear = linear_gap(h, noise, -optimum, eta, config.steps) * steps
   bands = null_bands(limit, config.runs)
   return Outcome(gaps, limit, float(weights.sum()), linear, bands)
 

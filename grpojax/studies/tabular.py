@@ -171,9 +171,6 @@ def policy(problem: Problem) -> LM:
     extend=extend,
     unembed=lambda params, hidden: hidden,
     init_cache=lambda b, g, t: (),
-    grow_cache=lambda cache, slots: cache,
-    map_cache_rows=lambda function, cache, *_: cache,
-    map_prefix_rows=jax.tree.map,
   )
 
 

@@ -1,6 +1,6 @@
 """Compiles a small model's rollout and update for eight devices.
 
-mesh_programs.py PLATFORM LAYERS [PROGRAM...], where PLATFORM is a topology of
+mesh_programs.py PLATFORM LAYERS PROGRAM..., where PLATFORM is a topology of
 libtpu, and a program is one of `PROGRAMS`. Prints JSON: {program:
 {"text": HLO, "arguments": bytes on a device}}.
 """
@@ -51,12 +51,6 @@ def rows(mesh, shape, dtype):
   return ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def prompts(mesh):
-  return Prompts(
-    rows(mesh, (B, PROMPT), jnp.int32), rows(mesh, (B, PROMPT), bool)
-  )
-
-
 def update(lm, mesh, params):
   tx = optax.adam(1e-3)
   state = jax.eval_shape(lambda p: init_state(p, tx, jax.random.key(0)), params)
@@ -90,8 +84,9 @@ def sample(lm, mesh, params, tensor=0, sampling=Sampling()):
     sampling=sampling,
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
+  prompts = Prompts(*(rows(mesh, (B, PROMPT), x) for x in (jnp.int32, bool)))
   with jax.set_mesh(mesh):
-    return jax.jit(run).lower(placed(params, shardings), prompts(mesh), key)
+    return jax.jit(run).lower(placed(params, shardings), prompts, key)
 
 
 def lowered(name, devices, layers):
@@ -114,7 +109,7 @@ def main(platform, layers, *names):
   place = {"platform": "tpu", "topology_name": platform}
   devices = list(topologies.get_topology_desc(**place).devices)
   programs = {}
-  for name in names or PROGRAMS:
+  for name in names:
     compiled = lowered(name, devices, int(layers)).compile()
     size = compiled.memory_analysis().argument_size_in_bytes
     programs[name] = {"text": compiled.as_text(), "arguments": size}

@@ -163,7 +163,6 @@ def cases(devices, dtype):
   yield "gradient", jax.grad(loss), args, {}
 
 
-LONG = {"cpu": ("forward", "gradient")}
 KERNELS = ("decoding cache", "attention")  # need a mesh of a single device
 
 
@@ -174,9 +173,8 @@ def compiled(platform, everything):
     devices = topologies.get_topology_desc(**names).devices
     dtype = jnp.bfloat16
   programs = {}
-  left_out = () if everything else LONG.get(platform, ("gradient",))
   for name, function, args, options in cases(np.array(devices), dtype):
-    if name in left_out:
+    if name in ("forward", "gradient") and not everything:
       continue
     mesh = jax.tree.leaves(args)[0].sharding.mesh
     context = jax.set_mesh(mesh) if name in KERNELS else nullcontext()

@@ -16,9 +16,7 @@ ROUND = Chip(1000.0, 100, 10.0, 2.0, "round numbers")
 
 
 def instruction(flops, bytes, trips, token_loop=False, sent=(), cycles=0):
-  return InstructionCost(
-    "i", "fusion", "", flops, bytes, cycles, trips, token_loop, sent
-  )
+  return InstructionCost("i", "", flops, bytes, cycles, trips, token_loop, sent)
 
 
 def collective(kind, bytes, trips=1, token_loop=False, n=4):

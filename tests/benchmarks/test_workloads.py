@@ -30,12 +30,6 @@ def test_prompts_equal_the_other_scripts():
   np.testing.assert_array_equal(ids, workloads.prompt_ids(TAIL, 5)[:2])
 
 
-def test_reward_counts_words_with_a():
-  text = " ".join(map(workloads.word, (2, 3, 4095, 4000)))
-  assert text == "a2 b3 b4095 a4000"
-  assert workloads.count_a("a a a", text, {}) == 2
-
-
 @pytest.mark.parametrize("name", workloads.NAMES)
 def test_configs_of_workloads(name):
   config = workloads.config_of(name)

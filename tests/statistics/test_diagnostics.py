@@ -228,15 +228,15 @@ def test_standard_errors_and_interval_cover():
 def test_diagnosis_combines_its_components():
   a, z, _ = simulate(np.random.default_rng(1), 12, 4, 3, 1)
   result = jax.jit(diagnostics.diagnose, static_argnums=2)(a[0], z[0], 48)
-  c, n = result.components, 48 * 4
-  error = c.c1 * 4 / n + c.c2 / n + c.c3 / n / 3
+  c = result.components
+  error = group_size.mse_curve(c, 4, 48 * 4)
   expected = {
     "c1": c.c1,
     "c3_se": result.standard_errors.c3,
-    "gradient_mse": error,
-    "gradient_mse_oracle": c.c1 / 48 + c.c2 / n,
-    "gradient_mse_vanilla": c.c1 / 48 + c.c2_vanilla / n,
-    "gradient_snr": max(c.gradient_sq, 0) / error,
+    "gradient_mse": error.leave_one_out,
+    "gradient_mse_oracle": error.oracle,
+    "gradient_mse_vanilla": error.vanilla,
+    "gradient_snr": max(c.gradient_sq, 0) / error.leave_one_out,
     "optimal_group_size": result.optimal_group_size,
   }
   row = diagnostics.metrics(result)
@@ -266,9 +266,8 @@ def test_too_few_tangents_prompts_or_samples_are_refused(shape):
 
 @pytest.mark.slow
 def test_invalid_parts_and_layers_are_refused(tiny_decoder, sampled):
-  lm, params = tiny_decoder
   with pytest.raises(ValueError, match="micro_batches=3 must divide 4"):
-    project(lm, params, sampled, tangents=2, micro_batches=3)
+    project(*tiny_decoder, sampled, tangents=2, micro_batches=3)
   for count in (0, 4):
     with pytest.raises(ValueError, match="1..3"):
-      last_layers(params, count)
+      last_layers(tiny_decoder[1], count)

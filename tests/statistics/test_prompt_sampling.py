@@ -26,12 +26,12 @@ class Fixed:
     return self.number
 
 
-def outcomes(expected, rows):
+def outcomes(expected):
   """Lists all orders and intervals of the random number, with probabilities."""
   orders = itertools.product(
     *(itertools.permutations(range(n)) for n in (3, 2))
   )
-  for order in list(orders):
+  for order in orders:
     whole = [*order[0], *(3 + i for i in order[1])]
     edges = np.cumsum(expected[whole])
     cuts = np.unique(np.concatenate([[0, 1], edges % 1]))
@@ -49,7 +49,7 @@ def test_importance_weights_remove_the_bias(priorities, rows, most):
   expected = prompt_sampling.expected_rows(priorities, STRATA, **options)
   assert np.sum(expected) == pytest.approx(rows)
   total, counts, estimate = 0.0, np.zeros(5), np.zeros(5)
-  for probability, rng in outcomes(expected, rows):
+  for probability, rng in outcomes(expected):
     drawn = prompt_sampling.draw(priorities, STRATA, rng, **options)
     count = np.bincount(drawn.indices, minlength=5)
     assert len(drawn.indices) == rows and count.max() <= most

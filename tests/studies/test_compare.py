@@ -11,15 +11,15 @@ from numpy.testing import assert_allclose
 from grpojax.runtime.cli.settings import to_config
 from grpojax.runtime.terminal import pictures
 from grpojax.studies import compare
-from grpojax.studies import run as study
 from grpojax.training.run import fit
 
 
 def test_best_rates_have_the_highest_reward():
-  tuned = {(0, 0.1): 0.5, (0, 0.2): 0.7, (1, 0.1): math.nan, (1, 0.2): 0.1}
-  assert compare.best_rates(tuned) == [0.2, 0.2]
+  tuned = np.array([[0.5, 0.7], [math.nan, 0.1]])
+  assert compare.best_rates((0.1, 0.2), tuned) == [0.2, 0.2]
+  tuned[1, 1] = math.nan
   with pytest.raises(SystemExit, match=r"error: .*\[1\]"):
-    compare.best_rates(tuned | {(1, 0.2): math.nan})
+    compare.best_rates((0.1, 0.2), tuned)
 
 
 FILE = f"{pathlib.Path(__file__)}:judge"
@@ -63,7 +63,7 @@ def test_incomparable_arms_are_refused(arm, refused, rewarded):
 
 @pytest.mark.parametrize("rates, panels", [((3e-4,), 2), ((3e-4, 5e-4), 3)])
 def test_arms_with_different_rewards_compare_by_accuracy(
-  rates, panels, made_up, tmp_path
+  rates, panels, made_up, tmp_path, monkeypatch
 ):
   config = to_config(compare.SETTINGS)
   config.arms = ("advantage=leave_one_out", "sampling.temperature=0.7")
@@ -71,10 +71,10 @@ def test_arms_with_different_rewards_compare_by_accuracy(
   config.learning_rates = rates
   for arm, seed in np.ndindex(2, 2):
     run = compare.train_settings(config, arm, 3e-4, seed)
-    path = study.training_run(tmp_path, run.name)
+    path = tmp_path / "runs" / run.name
     made_up(run, path, [5.0 * arm, 5.0 * arm], 0.5 + 0.1 * arm)
-  tuned = {(arm, rate): 0.0 for arm in range(2) for rate in rates}
-  results = compare.results(config, tmp_path, tuned)
+  monkeypatch.setattr(compare, "tune", lambda *_: np.zeros((2, len(rates))))
+  results = compare.compute(config, tmp_path)
   second = results.tables["results"][1]
   assert second["accuracy_more"] == pytest.approx(0.1)
   assert not any("reward" in name for name in second)

@@ -97,19 +97,24 @@ def test_replicates_leave_one_block_out():
     assert_allclose([x[block] for x in moments], expected, rtol=1e-10)
 
 
-def test_jackknife_and_half_width_of_a_mean():
-  x = np.random.default_rng(1).normal(size=9)
-  without = [np.delete(x, i).mean() for i in range(9)]
-  variance = errors.jackknife(np.array([without]))
-  assert_allclose(variance, [x.var(ddof=1) / 9], rtol=1e-12)
-  half = errors.mean_half_width(np.array([2.0, 2.0, 2.0]), 7)
-  expected = stats.t.ppf(0.975, 21) * np.sqrt(6) / 3
-  assert_allclose(half, expected, rtol=1e-6)
-  # If a single prompt varies, its degrees of freedom count.
-  half = errors.mean_half_width(np.array([3.0, 0.0]), 7)
-  expected = stats.t.ppf(0.975, 7) * np.sqrt(3) / 2
-  assert_allclose(half, expected, rtol=1e-6)
-  assert errors.mean_half_width(np.zeros(3), 7) == 0
+def test_mean_over_prompts_has_a_welch_interval():
+  """Blocks and projections add variances; degrees are those of the fewer."""
+  rng = np.random.default_rng(1)
+  samples, projections = rng.normal(size=(4, 9)), rng.normal(size=(4, 5))
+  without = np.stack([np.delete(samples, i, 1).mean(1) for i in range(9)], -1)
+  of_blocks = samples.var(1, ddof=1) / 9
+  for replicates, variances, degrees in (
+    ([without], of_blocks, 8),
+    ([without, projections], of_blocks + 4 * projections.var(1), 4),
+    ([without * [[1], [0], [0], [0]]], of_blocks * [1, 0, 0, 0], 8),
+  ):
+    mean = errors.mean_over_prompts(samples.mean(1), *replicates)
+    assert mean["mean"] == pytest.approx(samples.mean())
+    assert mean["error"] == pytest.approx(variances.sum() ** 0.5 / 4)
+    joint = degrees * variances.sum() ** 2 / (variances**2).sum()
+    half = stats.t.ppf(0.975, int(joint)) * mean["error"]
+    ends = mean["mean"] - half, mean["mean"] + half
+    assert (mean["low"], mean["high"]) == pytest.approx(ends)
 
 
 PROMPTS = Prompts(np.array([[3, 7, 1, 0, 0]]), np.arange(5)[None] < 3)
@@ -199,17 +204,6 @@ def test_projected_gram_matrix_is_unbiased(tiny):
   assert_allclose(
     estimates.mean(0), expected, rtol=1e-4, atol=1e-5 * expected.max()
   )
-
-
-def test_blocks_and_projections_err_independently():
-  rng = np.random.default_rng(3)
-  values, blocks, projections = (rng.normal(size=(4, n)) for n in (1, 7, 5))
-  mean = errors.mean_over_prompts(values[:, 0], blocks, projections)
-  variances = 6 * blocks.var(1) + 4 * projections.var(1)
-  assert mean["mean"] == pytest.approx(values.mean())
-  assert mean["error"] == pytest.approx(variances.sum() ** 0.5 / 4)
-  half = errors.mean_half_width(variances, 4)  # degrees of the fewer
-  assert mean["high"] - mean["mean"] == pytest.approx(half)
 
 
 def test_score_lengths():

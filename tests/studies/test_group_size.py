@@ -98,10 +98,11 @@ def test_automatic_run_without_a_diagnosis(tmp_path, made_up):
   config.seeds, config.budgets, config.group_sizes = 2, (64,), (8,)
   config.train.auto_group_size.start = 8
   for run, _ in runs(config):
-    path = study.training_run(tmp_path, run.name)
+    path = tmp_path / "runs" / run.name
     made_up(run, path, [0.1, 0.2], 0.5, group_size=8, c1=None, c3=None)
   unknown = {f"optimal_group_size{x}": None for x in ("", "_low", "_high")}
-  results = group_size.results(config, tmp_path, unknown)
+  (tmp_path / "prediction.json").write_text(json.dumps(unknown))
+  results = group_size.compute(config, tmp_path)
   study._write(results, tmp_path, "group_size")
   summary = json.loads((tmp_path / "summary.json").read_text())
   assert summary["along_training"] == {"64": None}

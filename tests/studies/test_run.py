@@ -27,12 +27,10 @@ MISTAKES = {
       "there is no file .*no.py",
     ),
     ("learning_rates=(1e-4, 1e999)", "finite numbers above 0"),
-    ("learning_rates=(True, 1e-4)", "finite numbers above 0"),
     ("learning_rates=(1e-4, 0.0001)", "all different"),
     ("train.steps=0", "0 completions per run"),
     ("arms=advantage=grpo, filter_groups.enable=True", "at equal samples"),
     ("arms=advantage=grpo, stop.no_improvement=2", "at equal samples"),
-    ("arms=advantage=grpo, eval.num_prompts=3", "3 held-out problems"),
     ("arms=advantage=grpo, eval.every=6", "'eval.every=6': is not evaluated"),
     (
       "arms=difficulty.priority=none, difficulty.priority=spread",
@@ -96,24 +94,20 @@ def open_at(directory, *words):
     ("odd", "odd/config.json is no study's config: .*Is a directory"),
     ("thesis", "is not empty and is no study"),
     ("study", "another config(.|\n)*seeds: 3 -> 4"),
+    ("gs://bucket/study", "is not a path of the file"),
   ],
 )
-def test_unusable_directories_are_refused(name, text, tmp_path):
+def test_unusable_directories_are_refused(name, text, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
   (tmp_path / "file").touch()
   (tmp_path / "odd" / "config.json").mkdir(parents=True)
   (tmp_path / "thesis" / "chapter").mkdir(parents=True)
-  open_at(tmp_path / "study")
+  open_at("study")
   before = (tmp_path / "study" / "config.json").read_bytes()
   with pytest.raises(SystemExit, match=f"^error: .*{text}"):
-    open_at(tmp_path / name, "--config.seeds=4")
+    open_at(name, "--config.seeds=4")
   assert (tmp_path / "study" / "config.json").read_bytes() == before
-
-
-def test_bucket_is_refused(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)  # a bug would create the directory gs: here
-  with pytest.raises(SystemExit, match="^error: .*is not a path of the file"):
-    open_at("gs://bucket/study")
-  assert not list(tmp_path.iterdir())
+  assert len(list(tmp_path.iterdir())) == 4
 
 
 def run_of(arm):
@@ -124,14 +118,13 @@ def run_of(arm):
 def finished_run(tmp_path, made_up):
   """A study's directory with a finished run, and the run's settings."""
   settings = run_of(0)
-  path = study.training_run(tmp_path, settings.name)
-  made_up(settings, path, [0.1, 0.2], 0.2)
+  made_up(settings, tmp_path / "runs" / settings.name, [0.1, 0.2], 0.2)
   return tmp_path, settings
 
 
 def test_run_metrics(finished_run):
   directory, settings = finished_run
-  file = study.training_run(directory, settings.name) / "metrics.jsonl"
+  file = directory / "runs" / settings.name / "metrics.jsonl"
   rows = '{"step": 0, "accuracy": 0.9}\n{"step": 1, "accuracy": 0.4}\n'
   file.write_text(rows + file.read_text().replace("0.1}", "null}"))
   rows = study.run_metrics(directory, settings.name)
