@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 _HEADER = (
   '"""Functions of a TRL script, copied by python -m grpojax.translate."""'
 )
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _PARSES = ("parse_args", "parse_known_args", "parse_args_and_config")
 _NO_SETTINGS = ("args", "processing_class", "peft_config", "**")
 _POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
@@ -250,13 +249,10 @@ def _options(script: _Script) -> Iterator[tuple[str, ast.AST]]:
 def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
   """Yields (name, value) of the arguments of TRL's and peft's classes."""
   for call in script.calls:
-    match called(call):
-      case "GRPOTrainer":
-        yield from zip(_POSITIONS, call.args, strict=False)
-      case "GRPOConfig" | "LoraConfig":
-        pass
-      case _:
-        continue
+    if called(call) not in ("GRPOConfig", "GRPOTrainer", "LoraConfig"):
+      continue
+    if called(call) == "GRPOTrainer":
+      yield from zip(_POSITIONS, call.args, strict=False)
     for keyword in call.keywords:
       if keyword.arg is None:
         try:
@@ -384,13 +380,12 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
       queue += _used(texts[i]) - needed
   defined = set().union({*dir(builtins), "__file__", "__name__"}, *bound)
   lacking = [] if starred else sorted(needed - defined)
-  code = [texts[i] for i in sorted(chosen)]
-  lacking += [x for x in _PARSES if any(f".{x}(" in y for y in code)]
   blocks = [_HEADER]
   for i in sorted(chosen):
-    is_definition = isinstance(statements[i], _DEFINITIONS)
+    is_definition = hasattr(statements[i], "decorator_list")
     blocks.append(f"\n\n{texts[i]}\n" if is_definition else texts[i])
-  return "\n".join([*blocks, ""]), lacking
+  module = "\n".join([*blocks, ""])
+  return module, lacking + [x for x in _PARSES if f".{x}(" in module]
 
 
 def _text(script: str, statement: ast.stmt) -> str:
