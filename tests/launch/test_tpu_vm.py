@@ -289,7 +289,6 @@ def test_a_dry_run_only_prints_commands(cloud):
 
 WRONG = {
   "fly my-run": "unknown command fly",
-  "run": "NAME is ''",
   "run My_Run": "NAME is 'My_Run'",
   "status my-run": "--zone is missing",
   "create my-run --zone=z": "--type is missing",

@@ -107,32 +107,23 @@ def test_real_files(name, tmp_path, capsys):
       assert about in out.read_text()
 
 
-def test_missing_unneeded_and_unknown_settings_are_listed(tmp_path):
-  def missing(path):
-    notes = translate.translate_file(path).notes
-    return {
-      n for note in notes if note.missing for n in note.theirs.split(", ")
-    }
+def test_missing_and_unneeded_settings_are_listed():
+  def listed(file):
+    x = translate.translate_file(DATA / file)
+    missing = ", ".join(note.theirs for note in x.notes if note.missing)
+    return {*missing.split(", ")}, {*x.unneeded}
 
-  assert missing(DATA / "trl_script.py") == {
-    "learning_rate",
-    "num_train_epochs",
-  }
-  for file, name in [
-    ("trl_grpo.yaml", "vllm_mode"),
-    ("trl_grpo.yaml", "attn_implementation"),
-    ("verl_grpo.yaml", "trainer.critic_warmup"),
-  ]:
-    assert name in translate.translate_file(DATA / file).unneeded
-    assert name not in missing(DATA / file)
-  assert "trainer.total_epochs" in missing(DATA / "verl_grpo.yaml")
-  (tmp_path / "x.yaml").write_text("num_generations: 8\nmy_own: 3\n")
-  assert "my_own" in missing(tmp_path / "x.yaml")
+  missing, _ = listed("trl_script.py")
+  assert missing == {"learning_rate", "num_train_epochs"}
+  missing, unneeded = listed("trl_grpo.yaml")
+  assert {"vllm_mode", "attn_implementation"} <= unneeded - missing
+  missing, unneeded = listed("verl_grpo.yaml")
+  assert "trainer.critic_warmup" in unneeded - missing
+  assert "trainer.total_epochs" in missing
 
 
 # (their settings, ours)
 TRL = [
-  ("loss_type: sapo", "loss.surrogate=sapo loss.weighting=sequence_mean"),
   (
     "loss_type: vespo, vespo_k_pos: 1.5",
     "loss.surrogate=vespo loss.vespo_k_pos=1.5 loss.ratio=trajectory_ratio",
@@ -149,14 +140,9 @@ TRL = [
     "beta: 0.1, sync_ref_model: true, num_iterations: 4",
     "model.reference_every=128 model.reference_mix=0.6",
   ),
-  (
-    "use_adaptive_entropy: true, entropy_coef: 0.01",
-    "loss.entropy_target=0.2 loss.entropy_coef=0.01",
-  ),
   ("optim: adafactor", "optim.name=adafactor"),
   ("generation_kwargs: {stop: [Q, x]}", "sampling.stop=('Q','x')"),
   ("generation_kwargs: {stop_strings: x}", "sampling.stop=('x',)"),
-  ("generation_kwargs: {stop_strings: []}", "sampling.stop=()"),
   ("max_grad_norm: 0", "optim.max_grad_norm=1e9"),
   ("generation_batch_size: 64", "batch_size=8 optim.minibatches=8"),
   # TRL's updates have half a prompt, but minibatches have whole groups.
@@ -286,23 +272,20 @@ def test_epochs_are_counted_as_by_trl(text, prompts, cuts, epochs, tmp_path):
   assert leaves["steps"] == math.ceil(updates / cuts)
 
 
-def test_other_trackers_become_functions(tmp_path):
-  text = "beta: 0\nreport_to: [wandb, mlflow, all]"
-  _, leaves, translation = become(text, tmp_path)
-  assert leaves["log.trackers"] == ("wandb",)
-  (note,) = [x.text for x in translation.notes if x.theirs == "report_to"]
-  assert "'mlflow'" in note and "log.trackers=file.py:function" in note
-
-
 def test_differences_to_trl_are_noted(tmp_path):
   def noted(text):
     return {note.theirs for note in become(text, tmp_path)[2].notes}
 
   always = noted("temperature: 1\n")
   assert noted("max_steps: 9\nwarmup_steps: 2\n") - always == {"warmup_steps"}
-  _, leaves, batch = become("scale_rewards: batch\n", tmp_path)
+  text = "scale_rewards: batch\nreport_to: [wandb, mlflow, all]\n"
+  _, leaves, x = become(text, tmp_path)
   assert leaves["advantage"] == "batch_std"
-  assert any("less their group's mean" in note.text for note in batch.notes)
+  assert leaves["log.trackers"] == ("wandb",)
+  notes = [note.text for note in x.notes]
+  assert any("less their group's mean" in text for text in notes)
+  (tracker,) = [text for text in notes if "log.trackers=file.py" in text]
+  assert "'mlflow'" in tracker
   masked = "mask_truncated_completions: true\nloss_type: {}\n"
   assert "loss_type" not in noted(masked.format("dapo"))
   for kind in ("grpo", "dr_grpo", "luspo", "sapo"):
@@ -313,7 +296,6 @@ def test_differences_to_trl_are_noted(tmp_path):
 ACTOR = "actor_rollout_ref.actor"
 REJECTION = "algorithm.rollout_correction.rollout_rs"
 VERL = [
-  ("algorithm.adv_estimator: rloo", "advantage=leave_one_out"),
   *(
     (
       f"{REJECTION}: seq_mean_k1, {REJECTION}_threshold: '{threshold}'",
@@ -336,10 +318,6 @@ VERL = [
   (
     "algorithm.adv_estimator: tir_optimal_token_baseline",
     "advantage=optimal_token_baseline score_power=1.0",
-  ),
-  (
-    "actor.policy_loss.loss_mode: dro, actor.policy_loss.dro_beta: 0.3",
-    "loss.surrogate=dro loss.dro_beta=0.3",
   ),
   ("rollout.enable_rollout_routing_replay: true", "loss.router_replay=True"),
   (
@@ -366,11 +344,6 @@ VERL = [
   (
     "actor.clip_ratio_low: null, actor.clip_ratio: 0.3",
     "loss.clip_low=0.3 loss.clip_high=0.2",
-  ),
-  (
-    "actor.use_kl_loss: true, actor.kl_loss_type: mse, "
-    "actor.kl_loss_coef: 0.02",
-    "loss.kl=k2 loss.kl_placement=loss loss.beta=0.02",
   ),
   (
     "algorithm.use_kl_in_reward: true, algorithm.kl_ctrl.kl_coef: 0.05",
@@ -401,10 +374,6 @@ VERL = [
     "actor.optim.lr_warmup_steps: 0, trainer.total_training_steps: 50, "
     "actor.optim.lr_warmup_steps_ratio: 0.1",
     "optim.warmup_steps=20",
-  ),
-  (
-    "reward.reward_model: {enable: true, model_path: /m/rm}",
-    "reward.model=/m/rm",
   ),
   (  # 256 does not divide it
     "data.train_batch_size: 384",
@@ -442,7 +411,6 @@ BAD = {
       "beta: 0\nx: {y: 1}\nlearning_rate: 1\nbeta: 0.1",
       "line 4: the key 'beta' is also in line 1: remove one",
     ),
-    ("a:\n  - {b: 1, b: 2}", "line 2: the key 'b' is also in line 2"),
     ("actor: {x: 1}\nactor.x: 2", "'actor.x' is set twice"),
     ("num_generations: eight", "num_generations = 'eight': TRL 1.16 needs"),
     ("temperature: .inf", "temperature = inf: TRL 1.16 needs a number"),
@@ -469,11 +437,6 @@ BAD = {
         "rollout_rs_threshold.*two positive",
       )
       for x in ("x", "'0_2'", "'2_0.5'", "'inf_2'", "null", "'1_x'")
-    ),
-    (
-      "algorithm.rollout_correction: "
-      "{rollout_is: token, rollout_is_threshold: x}",
-      "rollout_is_threshold.*two positive",
     ),
   ],
   ".json": [
@@ -595,17 +558,11 @@ def test_invalid_configs_are_written_and_reported(tmp_path, capsys):
   assert out.is_file()
 
 
-@pytest.mark.parametrize(
-  "argv, message",
-  [
-    ([], "FILE is missing: a .yaml"),
-    (["nowhere.yaml"], "nowhere.yaml: No such file"),
-    ([str(DATA / "trl_grpo.yaml"), "--processes=0"], "processes"),
-  ],
-)
-def test_wrong_command_lines(argv, message):
-  with pytest.raises(SystemExit, match=message):
-    translate.main(argv)
+def test_wrong_command_lines():
+  with pytest.raises(SystemExit, match="FILE is missing: a .yaml"):
+    translate.main([])
+  with pytest.raises(SystemExit, match="nowhere.yaml: No such file"):
+    translate.main(["nowhere.yaml"])
 
 
 def test_control_characters_are_escaped_on_the_terminal(tmp_path, capsys):
@@ -691,14 +648,9 @@ READ = "d = load_dataset({})\nGRPOTrainer(model='m', train_dataset={}, {})"
       *("d", "", {"name": "jsonl", "path": "a.jsonl", "options.test": 0.05}),
     ),
     (
-      "'json', data_files={'train': 'a.jsonl', 'val': ['b.jsonl']}",
-      *("d['train'].map(f)", "eval_dataset=d['val']"),
-      {"name": "jsonl", "path": "a.jsonl", "options.test": "b.jsonl"},
-    ),
-    (
-      "'parquet', data_files=['p/*.parquet']",
-      *("d.shuffle()['train']", ""),
-      {"name": "parquet", "path": "p/*.parquet", "options.test": 0.05},
+      "'parquet', data_files={'train': 'p/*.parquet', 'val': ['b.parquet']}",
+      *("d.shuffle()['train'].map(f)", "eval_dataset=d['val']"),
+      {"name": "parquet", "path": "p/*.parquet", "options.test": "b.parquet"},
     ),
     (
       "'org/set', 'main', split=['train', 'val[:9]']",
@@ -833,6 +785,7 @@ SCHEDULER = "lr_scheduler_type: cosine_with_min_lr"
   "text, words",
   [
     ("num_generation: 4\nbeta: 0", "did you mean num_generations"),
+    ("my_own: 3\nbeta: 0", "unknown here, may change the run"),
     ("lora_dropout: 0.1", "0.1: adapters have no dropout"),
     ("generation_kwargs: {typical_p: 1}", "sampling.*"),
     ("lr_scheduler_type: cosine", None),
