@@ -357,11 +357,12 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
   ]
   symbols = symtable.symtable(script, "script", "exec").get_symbols()
   imported = {x.get_name() for x in symbols if x.is_imported()}
-  texts, bound = [], []
+  texts, tables, bound = [], [], []
   starred, always = set(), set()  # `import *`, and also `from __future__`
   for i, statement in enumerate(statements):
     texts.append(_text(script, statement))
-    symbols = symtable.symtable(texts[i], "script", "exec").get_symbols()
+    tables.append(symtable.symtable(texts[i], "script", "exec"))
+    symbols = tables[i].get_symbols()
     defined = [x for x in symbols if x.is_assigned() or x.is_imported()]
     changed = _changed(statement) - imported
     bound.append({x.get_name() for x in defined} | changed)
@@ -377,7 +378,7 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
     defining = {i for i, defined in enumerate(bound) if name in defined}
     for i in (defining | always) - chosen:
       chosen.add(i)
-      queue += _used(texts[i]) - needed
+      queue += _used(tables[i]) - needed
   defined = set().union({*dir(builtins), "__file__", "__name__"}, *bound)
   lacking = [] if starred else sorted(needed - defined)
   blocks = [_HEADER]
@@ -408,14 +409,10 @@ def _changed(statement: ast.stmt) -> set[str]:
   return changed
 
 
-def _used(text: str) -> set[str]:
+def _used(table: symtable.SymbolTable) -> set[str]:
   """Returns the module-level names that a statement uses."""
-  used = set()
-  tables = [symtable.symtable(text, "script", "exec")]
-  while tables:
-    table = tables.pop()
-    tables += table.get_children()
-    for symbol in table.get_symbols():
-      if symbol.is_global() or table.get_type() == "module":
-        used |= {symbol.get_name()} if symbol.is_referenced() else set()
-  return used
+  symbols = [x for x in table.get_symbols() if x.is_referenced()]
+  if table.get_type() != "module":
+    symbols = [x for x in symbols if x.is_global()]
+  used = {x.get_name() for x in symbols}
+  return used.union(*map(_used, table.get_children()))
