@@ -122,88 +122,63 @@ def test_missing_and_unneeded_settings_are_listed():
   assert "trainer.total_epochs" in missing
 
 
-# (their settings, ours)
-TRL = [
-  (
-    "loss_type: vespo, vespo_k_pos: 1.5",
-    "loss.surrogate=vespo loss.vespo_k_pos=1.5 loss.ratio=trajectory_ratio",
-  ),
-  (
-    "loss_type: luspo, importance_sampling_level: sequence",
-    "loss.ratio=sequence_ratio loss.weighting=sequence_sum",
-  ),
-  (
-    "beta: 0.1, use_bias_correction_kl: false",
-    "loss.beta=0.1 loss.kl_placement=loss loss.kl=k3",
-  ),
-  (
-    "beta: 0.1, sync_ref_model: true, num_iterations: 4",
-    "model.reference_every=128 model.reference_mix=0.6",
-  ),
-  ("optim: adafactor", "optim.name=adafactor"),
-  ("generation_kwargs: {stop: [Q, x]}", "sampling.stop=('Q','x')"),
-  ("generation_kwargs: {stop_strings: x}", "sampling.stop=('x',)"),
-  ("max_grad_norm: 0", "optim.max_grad_norm=1e9"),
-  ("generation_batch_size: 64", "batch_size=8 optim.minibatches=8"),
-  # TRL's updates have half a prompt, but minibatches have whole groups.
-  (
-    "num_generations: 16, steps_per_generation: 4",
-    "batch_size=2 optim.minibatches=2",
-  ),
-  (
-    "reward_funcs: [my.module.score, org/reward-model], reward_weights: [2, 3]",
-    "reward.functions=('my.module:score',) reward.weights=(2.0,) "
-    "reward.model=org/reward-model reward.model_weight=3.0",
-  ),
-  (
-    "max_steps: 10, warmup_ratio: 0.25, lr_scheduler_type: cosine",
-    "optim.warmup_steps=3 optim.schedule=cosine",
-  ),
-  # transformers' get_scheduler ignores the warmup of "constant".
-  (
-    "warmup_steps: 3, lr_scheduler_type: constant",
-    "optim.warmup_steps=0 optim.schedule=constant",
-  ),
-  (
-    "warmup_steps: 3, lr_scheduler_type: constant_with_warmup",
-    "optim.warmup_steps=3 optim.schedule=constant",
-  ),
-  # An update of four generations of the same policy.
-  (
-    "max_steps: 6, gradient_accumulation_steps: 4, steps_per_generation: 1",
-    "batch_size=4 steps=6 optim.minibatches=1",
-  ),
-  ("dataset_name: openai/gsm8k", "data.name=gsm8k"),
-  (
-    "chat_template_kwargs: {enable_thinking: false}",
-    "data.template_options.enable_thinking=False",
-  ),
-  ("chat_template_kwargs: '{\"a\": 1}'", "data.template_options.a=1"),
-  # Turns of _tool_call_loop: the first, and another after each iteration.
-  ("max_tool_calling_iterations: 3", "environment.max_turns=4"),
-  ("max_tool_calling_iterations: 0", "environment.max_turns=1"),
-  (  # 16 / sqrt(4) = 32 / 4
-    "use_peft: true, lora_r: 4, lora_alpha: 16, use_rslora: true",
-    "lora.rank=4 lora.alpha=32.0",
-  ),
-  ("max_completion_length: 9", "data.max_prompt_length=0"),
-  (
-    "dataset_name: a/b, dataset_config: main, "
-    "dataset_train_split: 'fit[:5%]', dataset_test_split: val",
-    "data.path=a/b data.options.configuration=main "
-    "data.options.train_split=fit data.options.test_split=val",
-  ),
-  # Micro-batches of at least 16 completions, or of TRL's size if larger.
-  (
-    "per_device_train_batch_size: 8, gradient_accumulation_steps: 32",
-    "optim.micro_batches=16",
-  ),
-  (
-    "per_device_train_batch_size: 64, gradient_accumulation_steps: 4",
-    "optim.micro_batches=4",
-  ),
-  ("max_steps: 7, save_steps: 0.5", "checkpoint.every=4 steps=7"),
-]
+def cases(text):
+  """Reads "theirs -> ours" per line; indented lines continue a line."""
+  joined = re.sub(r"\n +", " ", re.sub(r"#.*\n", "", text).strip())
+  return [line.split(" -> ") for line in joined.splitlines()]
+
+
+TRL = cases("""
+loss_type: vespo, vespo_k_pos: 1.5 ->
+  loss.surrogate=vespo loss.vespo_k_pos=1.5 loss.ratio=trajectory_ratio
+loss_type: luspo, importance_sampling_level: sequence ->
+  loss.ratio=sequence_ratio loss.weighting=sequence_sum
+beta: 0.1, use_bias_correction_kl: false ->
+  loss.beta=0.1 loss.kl_placement=loss loss.kl=k3
+beta: 0.1, sync_ref_model: true, num_iterations: 4 ->
+  model.reference_every=128 model.reference_mix=0.6
+optim: adafactor -> optim.name=adafactor
+generation_kwargs: {stop: [Q, x]} -> sampling.stop=('Q','x')
+generation_kwargs: {stop_strings: x} -> sampling.stop=('x',)
+max_grad_norm: 0 -> optim.max_grad_norm=1e9
+generation_batch_size: 64 -> batch_size=8 optim.minibatches=8
+# TRL's updates have half a prompt, but minibatches have whole groups.
+num_generations: 16, steps_per_generation: 4 -> batch_size=2 optim.minibatches=2
+reward_funcs: [my.module.score, org/reward-model], reward_weights: [2, 3] ->
+  reward.functions=('my.module:score',) reward.weights=(2.0,)
+  reward.model=org/reward-model reward.model_weight=3.0
+max_steps: 10, warmup_ratio: 0.25, lr_scheduler_type: cosine ->
+  optim.warmup_steps=3 optim.schedule=cosine
+# transformers' get_scheduler ignores the warmup of "constant".
+warmup_steps: 3, lr_scheduler_type: constant ->
+  optim.warmup_steps=0 optim.schedule=constant
+warmup_steps: 3, lr_scheduler_type: constant_with_warmup ->
+  optim.warmup_steps=3 optim.schedule=constant
+# An update of four generations of the same policy.
+max_steps: 6, gradient_accumulation_steps: 4, steps_per_generation: 1 ->
+  batch_size=4 steps=6 optim.minibatches=1
+dataset_name: openai/gsm8k -> data.name=gsm8k
+chat_template_kwargs: {enable_thinking: false} ->
+  data.template_options.enable_thinking=False
+chat_template_kwargs: '{"a": 1}' -> data.template_options.a=1
+# Turns of _tool_call_loop: the first, and another after each iteration.
+max_tool_calling_iterations: 3 -> environment.max_turns=4
+max_tool_calling_iterations: 0 -> environment.max_turns=1
+# 16 / sqrt(4) = 32 / 4
+use_peft: true, lora_r: 4, lora_alpha: 16, use_rslora: true ->
+  lora.rank=4 lora.alpha=32.0
+max_completion_length: 9 -> data.max_prompt_length=0
+dataset_name: a/b, dataset_config: main, dataset_train_split: 'fit[:5%]',
+  dataset_test_split: val ->
+  data.path=a/b data.options.configuration=main data.options.train_split=fit
+  data.options.test_split=val
+# Micro-batches of at least 16 completions, or of TRL's size if larger.
+per_device_train_batch_size: 8, gradient_accumulation_steps: 32 ->
+  optim.micro_batches=16
+per_device_train_batch_size: 64, gradient_accumulation_steps: 4 ->
+  optim.micro_batches=4
+max_steps: 7, save_steps: 0.5 -> checkpoint.every=4 steps=7
+""")
 
 
 def check_settings(text, expected, tmp_path):
@@ -295,100 +270,67 @@ def test_differences_to_trl_are_noted(tmp_path):
 
 ACTOR = "actor_rollout_ref.actor"
 REJECTION = "algorithm.rollout_correction.rollout_rs"
-VERL = [
-  *(
-    (
-      f"{REJECTION}: seq_mean_k1, {REJECTION}_threshold: '{threshold}'",
-      f"loss.correction=geometric_mask {bounds}",
-    )
-    for threshold, bounds in [
-      ("1.25", "loss.correction_low=0.8 loss.correction_high=1.25"),
-      ("0.5_4", "loss.correction_low=0.25 loss.correction_high=2.0"),
-    ]
-  ),
-  *(
-    (f"actor.use_kl_loss: true, actor.kl_loss_type: {kind}", "loss.kl=k2")
-    for kind in ("low_var_kl+", "k3+", "k1+", "kl+", "abs+")
-  ),
-  (
-    "actor.use_kl_loss: true, actor.kl_loss_type: full, "
-    "ref.fsdp_config.param_offload: true",
-    "loss.kl=exact model.reference=device",
-  ),
-  (
-    "algorithm.adv_estimator: tir_optimal_token_baseline",
-    "advantage=optimal_token_baseline score_power=1.0",
-  ),
-  ("rollout.enable_rollout_routing_replay: true", "loss.router_replay=True"),
-  (
-    "algorithm.adv_estimator: gdpo",
-    "advantage=batch_std reward.aggregation=normalize_then_sum",
-  ),
-  (
-    "actor.policy_loss.loss_mode: gspo, "
-    "actor.loss_agg_mode: seq-mean-token-mean",
-    "loss.ratio=sequence_ratio loss.weighting=sequence_mean",
-  ),
-  (
-    "actor.policy_loss.loss_mode: cispo, actor.clip_ratio_high: 4",
-    "loss.cispo_min=0.8 loss.cispo_max=5.0",
-  ),
-  (
-    "actor.policy_loss.loss_mode: geo_mean, actor.clip_ratio_low: 0.4",
-    "loss.surrogate=gmpo loss.gmpo_clip_low=0.4 loss.weighting=sequence_mean",
-  ),
-  (
-    "actor.policy_loss.loss_mode: dppo_kl, actor.clip_ratio_c: 9",
-    "loss.surrogate=dppo_kl loss.dppo_low=0.2 loss.dppo_ratio_max=9.0",
-  ),
-  (
-    "actor.clip_ratio_low: null, actor.clip_ratio: 0.3",
-    "loss.clip_low=0.3 loss.clip_high=0.2",
-  ),
-  (
-    "algorithm.use_kl_in_reward: true, algorithm.kl_ctrl.kl_coef: 0.05",
-    "loss.kl=k1 loss.kl_placement=reward loss.beta=0.05",
-  ),
-  (
-    "algorithm.rollout_correction.rollout_is: token, "
-    "algorithm.rollout_correction.rollout_is_threshold: 0.5_5.0",
-    "loss.correction=token_mask loss.correction_low=0.5 "
-    "loss.correction_high=5.0 loss.old_logprobs=trainer",
-  ),
-  (
-    "algorithm.rollout_correction.rollout_is: sequence",
-    "loss.correction=sequence_truncate loss.correction_high=2.0",
-  ),
-  (
-    "algorithm.filter_groups.enable: true, data.train_batch_size: 512, "
-    "algorithm.filter_groups.metric: seq_final_reward",
-    "filter_groups.metric=reward filter_groups.max_num_gen_batches=100",
-  ),
-  (
-    "reward.reward_kwargs.overlong_buffer_cfg: "
-    "{enable: true, len: 64, penalty_factor: 0.5}",
-    "reward.functions=('math_answer','overlong') reward.weights=(1.0,0.5) "
-    "reward.options.overlong.cache=64",
-  ),
-  (  # by the ratio, with 4 updates per step
-    "actor.optim.lr_warmup_steps: 0, trainer.total_training_steps: 50, "
-    "actor.optim.lr_warmup_steps_ratio: 0.1",
-    "optim.warmup_steps=20",
-  ),
-  (  # 256 does not divide it
-    "data.train_batch_size: 384",
-    "batch_size=384 optim.minibatches=2",
-  ),
-  # The model has another turn after the user's last.
-  (
-    "rollout.multi_turn: {max_assistant_turns: 5, max_user_turns: 2}",
-    "environment.max_turns=3",
-  ),
-  ("rollout.multi_turn.max_assistant_turns: 2", "environment.max_turns=2"),
-  ("rollout.multi_turn.max_user_turns: 0", "environment.max_turns=8"),
-  ("rollout.top_k: -1", "sampling.top_k=0"),
-  ("model.lora_rank: 32", "lora.alpha=16.0"),
-]
+VERL = cases("""
+algorithm.rollout_correction: {rollout_rs: seq_mean_k1,
+  rollout_rs_threshold: '1.25'} ->
+  loss.correction=geometric_mask loss.correction_low=0.8
+  loss.correction_high=1.25
+algorithm.rollout_correction: {rollout_rs: seq_mean_k1,
+  rollout_rs_threshold: '0.5_4'} ->
+  loss.correction=geometric_mask loss.correction_low=0.25
+  loss.correction_high=2.0
+actor.use_kl_loss: true, actor.kl_loss_type: low_var_kl+ -> loss.kl=k2
+actor.use_kl_loss: true, actor.kl_loss_type: k3+ -> loss.kl=k2
+actor.use_kl_loss: true, actor.kl_loss_type: k1+ -> loss.kl=k2
+actor.use_kl_loss: true, actor.kl_loss_type: kl+ -> loss.kl=k2
+actor.use_kl_loss: true, actor.kl_loss_type: abs+ -> loss.kl=k2
+actor.use_kl_loss: true, actor.kl_loss_type: full,
+  ref.fsdp_config.param_offload: true ->
+  loss.kl=exact model.reference=device
+algorithm.adv_estimator: tir_optimal_token_baseline ->
+  advantage=optimal_token_baseline score_power=1.0
+rollout.enable_rollout_routing_replay: true -> loss.router_replay=True
+algorithm.adv_estimator: gdpo ->
+  advantage=batch_std reward.aggregation=normalize_then_sum
+actor.policy_loss.loss_mode: gspo, actor.loss_agg_mode: seq-mean-token-mean ->
+  loss.ratio=sequence_ratio loss.weighting=sequence_mean
+actor.policy_loss.loss_mode: cispo, actor.clip_ratio_high: 4 ->
+  loss.cispo_min=0.8 loss.cispo_max=5.0
+actor.policy_loss.loss_mode: geo_mean, actor.clip_ratio_low: 0.4 ->
+  loss.surrogate=gmpo loss.gmpo_clip_low=0.4 loss.weighting=sequence_mean
+actor.policy_loss.loss_mode: dppo_kl, actor.clip_ratio_c: 9 ->
+  loss.surrogate=dppo_kl loss.dppo_low=0.2 loss.dppo_ratio_max=9.0
+actor.clip_ratio_low: null, actor.clip_ratio: 0.3 ->
+  loss.clip_low=0.3 loss.clip_high=0.2
+algorithm.use_kl_in_reward: true, algorithm.kl_ctrl.kl_coef: 0.05 ->
+  loss.kl=k1 loss.kl_placement=reward loss.beta=0.05
+algorithm.rollout_correction: {rollout_is: token,
+  rollout_is_threshold: 0.5_5.0} ->
+  loss.correction=token_mask loss.correction_low=0.5 loss.correction_high=5.0
+  loss.old_logprobs=trainer
+algorithm.rollout_correction.rollout_is: sequence ->
+  loss.correction=sequence_truncate loss.correction_high=2.0
+algorithm.filter_groups.enable: true, data.train_batch_size: 512,
+  algorithm.filter_groups.metric: seq_final_reward ->
+  filter_groups.metric=reward filter_groups.max_num_gen_batches=100
+reward.reward_kwargs.overlong_buffer_cfg:
+  {enable: true, len: 64, penalty_factor: 0.5} ->
+  reward.functions=('math_answer','overlong') reward.weights=(1.0,0.5)
+  reward.options.overlong.cache=64
+# By the ratio, with 4 updates per step.
+actor.optim.lr_warmup_steps: 0, trainer.total_training_steps: 50,
+  actor.optim.lr_warmup_steps_ratio: 0.1 ->
+  optim.warmup_steps=20
+# 256 does not divide it.
+data.train_batch_size: 384 -> batch_size=384 optim.minibatches=2
+# The model has another turn after the user's last.
+rollout.multi_turn: {max_assistant_turns: 5, max_user_turns: 2} ->
+  environment.max_turns=3
+rollout.multi_turn.max_assistant_turns: 2 -> environment.max_turns=2
+rollout.multi_turn.max_user_turns: 0 -> environment.max_turns=8
+rollout.top_k: -1 -> sampling.top_k=0
+model.lora_rank: 32 -> lora.alpha=16.0
+""")
 
 
 @pytest.mark.parametrize("text, expected", VERL)
