@@ -43,11 +43,11 @@ def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
   """Groups rows of samples.jsonl: a prompt and its completions."""
   made = []
   for _, group in itertools.groupby(rows, lambda x: (x["step"], x["group"])):
-    members = list(group)
-    first, samples = members[0], [*map(_sample, members)]
+    first, *others = group
     answer = first.get("answer")
     if not (answer is None or isinstance(answer, str)):
       answer = json.dumps(answer, default=str)
+    samples = [_sample(row) for row in (first, *others)]
     shared = {"step": first["step"], "prompt": first["prompt"]}
     made.append(shared | {"answer": answer, "samples": samples})
   return made

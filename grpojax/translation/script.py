@@ -6,6 +6,7 @@ literals, names of literals or functions, or defaults of command-line options.
 
 import ast
 import builtins
+import collections
 import contextlib
 import pathlib
 import symtable
@@ -187,11 +188,7 @@ def read(
 
 def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
   tree = ast.parse(text)
-  script = _Script(tree, [], {}, {}, {}, {})
-
-  def assign(name: str, value: ast.AST) -> None:
-    script.assigned.setdefault(name, []).append(value)
-
+  script = _Script(tree, [], collections.defaultdict(list), {}, {}, {})
   for node in ast.walk(tree):
     match node:
       case (
@@ -201,16 +198,17 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
           ast.Attribute(ast.Name(name), "append" | "extend" | "update")
         )
       ):
-        assign(name, node)
+        script.assigned[name].append(node)
       case ast.Call():
         script.calls.append(node)
       case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(
         ast.Name(name), value=ast.expr() as value
       ):
-        assign(name, value)
+        script.assigned[name].append(value)
       case ast.Assign([ast.Tuple(elements)], value):
         for i, element in enumerate(elements):
-          assign(ast.unparse(element), ast.Subscript(value, ast.Constant(i)))
+          item = ast.Subscript(value, ast.Constant(i))
+          script.assigned[ast.unparse(element)].append(item)
       case ast.ImportFrom(module=str() as module, level=0):
         for alias in node.names:
           imported = f"{module}:{alias.name}"

@@ -51,7 +51,8 @@ def write(file, rows, end="\n"):
 @pytest.fixture(params=["jsonl", "parquet"])
 def kind(request):
   """A file format; all formats have the same options, rows and errors."""
-  suffix, load = f".{request.param}", datasets.DATASETS[request.param]
+  suffix = f".{request.param}"
+  load = datasets.DATASETS[request.param]
   make = lambda path, rows: write(path.with_suffix(suffix), rows)
   return types.SimpleNamespace(suffix=suffix, load=load, write=make)
 
@@ -206,10 +207,6 @@ def test_a_share_is_held_out_by_prompt(tmp_path):
   again = jsonl.load("test", path=other, test=0.2)
   texts = {x["prompt"].strip() for x in again}
   assert texts == {x["prompt"] for x in test if "?" in x["prompt"]}
-  write(other, plain(1000))  # similar prompts are independent
-  for share in (0.02, 0.05, 0.1, 0.3):  # within three standard deviations
-    off = abs(len(jsonl.load("test", path=other, test=share)) / 1000 - share)
-    assert off < 3 * (share * (1 - share) / 1000) ** 0.5
   # Neither the order nor other rows matter.
   rng.shuffle(rows)
   write(file, rows[:700])

@@ -523,36 +523,28 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
 def score(completions, **kwargs): ...
 """
 CALL = "GRPOTrainer(model={}, reward_funcs=score, args=GRPOConfig(max_steps=9))"
-OPTIONS = (
-  "p = argparse.ArgumentParser()\np.add_argument('-m', '--the-model'{})\n"
-)
-OPTIONS += "args = p.parse_args()\n" + CALL.format("args.the_model")
+OPTIONS = """p = argparse.ArgumentParser()
+p.add_argument('-m', '--the-model', default='org/x')
+args = p.parse_args()"""
 MISSING = "give --config.model.path=MODEL"
 
 
 @pytest.mark.parametrize(
-  "text, path",
+  "text, model, path",
   [
-    (CALL.format("load('org/x')"), MISSING),
-    (OPTIONS.format(", default='org/model'"), "org/model"),
-    ("NAME: str = 'org/model'\n" + CALL.format("NAME"), "org/model"),
-    (
-      "m = AutoModelForCausalLM.from_pretrained('org/model')\n"
-      + CALL.format("m"),
-      "org/model",
-    ),
-    (
-      "m, t = FastModel.from_pretrained(model_name='org/model')\n"
-      + CALL.format("m"),
-      "org/model",
-    ),
-    ("a = b\nb = a\n" + CALL.format("a"), MISSING),
-    (CALL.format("PeftModel.from_pretrained(x, 'org/adapter')"), MISSING),
+    ("", "load('org/x')", MISSING),
+    (OPTIONS, "args.the_model", "org/x"),
+    ("NAME: str = 'org/x'", "NAME", "org/x"),
+    ("m = AutoModelForCausalLM.from_pretrained('org/x')", "m", "org/x"),
+    ("m, t = FastModel.from_pretrained(model_name='org/x')", "m", "org/x"),
+    ("a = b\nb = a", "a", MISSING),
+    ("", "PeftModel.from_pretrained(x, 'org/adapter')", MISSING),
   ],
 )
-def test_models_of_scripts(text, path, tmp_path):
+def test_models_of_scripts(text, model, path, tmp_path):
   """An unknown model is not replaced by another."""
-  _, leaves, translation = become(HEAD + text, tmp_path, ".py")
+  script = f"{HEAD}{text}\n{CALL.format(model)}"
+  _, leaves, translation = become(script, tmp_path, ".py")
   assert leaves["model.path"] == path
   flags = [x.flag for x in translation.notes if x.flag]
   assert ("model.path=MODEL" in flags) == (path == MISSING)
@@ -580,43 +572,31 @@ def test_the_command_has_flags_for_missing_settings(tmp_path, capsys):
 
 
 READ = "d = load_dataset({})\nGRPOTrainer(model='m', train_dataset={}, {})"
+# Arguments of load_dataset, of train_dataset and further ones.
+DATA_SETS = cases("""
+'json', data_files='a.jsonl', split='train' | d ->
+  name=jsonl path=a.jsonl options.test=0.05
+'parquet', data_files={'train': 'p/*.parquet', 'val': ['b.parquet']} |
+  d.shuffle()['train'].map(f) | eval_dataset=d['val'] ->
+  name=parquet path=p/*.parquet options.test=b.parquet
+'org/set', 'main', split=['train', 'val[:9]'] | d[0] | eval_dataset=d[1] ->
+  name=huggingface path=org/set options.configuration=main
+  options.test_split=val
+'org/set', split='fit').train_test_split(test_size=0.1 | d['train'] |
+  eval_dataset=d['test'] -> path=org/set options.test=0.1
+f() | Dataset.from_dict(x) -> path=FILE.jsonl
+# TRL has no column of answers: functions read any column.
+'json', data_files='a.jsonl' | d | reward_funcs=[score] -> options.answer=
+'json', data_files=f() | d -> path=FILE.jsonl
+""")
 
 
-@pytest.mark.parametrize(
-  "data, train, more, expected",
-  [
-    (
-      "'json', data_files='a.jsonl', split='train'",
-      *("d", "", {"name": "jsonl", "path": "a.jsonl", "options.test": 0.05}),
-    ),
-    (
-      "'parquet', data_files={'train': 'p/*.parquet', 'val': ['b.parquet']}",
-      *("d.shuffle()['train'].map(f)", "eval_dataset=d['val']"),
-      {"name": "parquet", "path": "p/*.parquet", "options.test": "b.parquet"},
-    ),
-    (
-      "'org/set', 'main', split=['train', 'val[:9]']",
-      *("d[0]", "eval_dataset=d[1]"),
-      {"name": "huggingface", "path": "org/set"}
-      | {"options.configuration": "main", "options.test_split": "val"},
-    ),
-    (
-      "'org/set', split='fit').train_test_split(test_size=0.1",
-      *("d['train']", "eval_dataset=d['test']"),
-      {"path": "org/set", "options.test": 0.1},
-    ),
-    ("f()", "Dataset.from_dict(x)", "", {"path": "FILE.jsonl"}),
-    (  # TRL has no column of answers: functions read any column
-      "'json', data_files='a.jsonl'",
-      *("d", "reward_funcs=[score]", {"options.answer": ""}),
-    ),
-    ("'json', data_files=f()", "d", "", {"path": "FILE.jsonl"}),
-  ],
-)
-def test_data_of_scripts(data, train, more, expected, tmp_path):
-  text = HEAD + READ.format(data, train, more)
+@pytest.mark.parametrize("code, expected", DATA_SETS)
+def test_data_of_scripts(code, expected, tmp_path):
+  data, train, *more = code.split(" | ")
+  text = HEAD + READ.format(data, train, *more or [""])
   _, leaves, translation = become(text, tmp_path, ".py")
-  assert {key: leaves[f"data.{key}"] for key in expected} == expected
+  check({k.removeprefix("data."): x for k, x in leaves.items()}, expected)
   notes = "".join(x.text for x in translation.notes if x.missing)
   assert (".map()" in notes) == (".map" in train)
   assert (".to_json" in notes) == (".map" in train or "from_dict" in train)
