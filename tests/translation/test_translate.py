@@ -543,11 +543,12 @@ MISSING = "give --config.model.path=MODEL"
 )
 def test_models_of_scripts(text, model, path, tmp_path):
   """An unknown model is not replaced by another."""
-  script = f"{HEAD}{text}\n{CALL.format(model)}"
+  script = f"{HEAD}{text}\n{CALL.format(f'{model}, callbacks=[f()]')}"
   _, leaves, translation = become(script, tmp_path, ".py")
   assert leaves["model.path"] == path
   flags = [x.flag for x in translation.notes if x.flag]
   assert ("model.path=MODEL" in flags) == (path == MISSING)
+  assert translation.unneeded == ("callbacks",)
 
 
 def test_the_command_has_flags_for_missing_settings(tmp_path, capsys):
@@ -596,7 +597,7 @@ def test_data_of_scripts(code, expected, tmp_path):
   data, train, *more = code.split(" | ")
   text = HEAD + READ.format(data, train, *more or [""])
   _, leaves, translation = become(text, tmp_path, ".py")
-  check({k.removeprefix("data."): x for k, x in leaves.items()}, expected)
+  check(leaves, " ".join(f"data.{word}" for word in expected.split()))
   notes = "".join(x.text for x in translation.notes if x.missing)
   assert (".map()" in notes) == (".map" in train)
   assert (".to_json" in notes) == (".map" in train or "from_dict" in train)
@@ -732,8 +733,3 @@ def test_settings_that_change_the_run_are_reported_as_missing(
   missing = [x.text for x in notes if x.missing and x.theirs == name]
   assert len(missing) == (words is not None)
   assert not missing or words in missing[0]
-
-
-def test_unneeded_expressions_are_listed_apart(tmp_path):
-  script = HEAD + CALL.format("'m', callbacks=[f()]")
-  assert become(script, tmp_path, ".py")[2].unneeded == ("callbacks",)
