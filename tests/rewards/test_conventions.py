@@ -25,11 +25,6 @@ def format_reward_func(completions, **kwargs):
   matches = [re.match(pattern, content) for content in completion_contents]
   return [1.0 if match else 0.0 for match in matches]
 
-def correct_func(completions, ground_truth, **kwargs):
-  matches = [re.search(r"\\\\boxed\\{(.*?)\\}", c) for c in completions]
-  contents = [match.group(1) if match else "" for match in matches]
-  return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth)]
-
 def math_reward_func(prompts, completions, task, **kwargs):
   return [
     (1.0 if c == "right" else -1.0) if t == "math" else None
@@ -160,16 +155,15 @@ def equal(values, expected):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_trl_functions_on_texts(computed, workers):
-  names = ("reward_func", "correct_func", "math_reward_func", "seen")
+  names = ("reward_func", "math_reward_func", "seen")
   names = [*(f"trl:{name}" for name in names), "unfinished"]
-  example = {"prompt": "What?", "ground_truth": "9", "answer": "7"}
+  example = {"prompt": "What?", "answer": "7"}
   examples = [example | {"task": "math"}, example | {"task": "code"}]
   texts = [[r"\boxed{9}", "right", ""], ["a", r"a \boxed{8}", "right"]]
   values, result = computed(names, examples, texts, workers)
   equal(values[0], [[9, 6, 1], [2, 9, 6]])  # the ids have 9 columns
-  equal(values[1], [[1, 0, 0], [0, 0, 0]])
-  equal(values[2], [[-1, 1, -1], [NAN] * 3])
-  equal(values[3], [[0, 1, 2]] * 2)
+  equal(values[1], [[-1, 1, -1], [NAN] * 3])
+  equal(values[2], [[0, 1, 2]] * 2)
   equal(result.rewards, np.nansum(values, axis=0).astype(np.float32))
   assert not result.failed.any() and result.extras == {}
 
