@@ -22,10 +22,10 @@ _MOST_OPERATIONS = 1000
 _MOST_PROBLEMS = 3  # per document
 _EXPRESSION = re.compile(r"[0-9]+(\*[0-9]+)?(\+[0-9]+)*")
 
+Add = Callable[[int, int], int]
 
-def steps(
-  expression: str, add: Callable[[int, int], int] = operator.add
-) -> tuple[list[str], int]:
+
+def steps(expression: str, add: Add = operator.add) -> tuple[list[str], int]:
   """Returns the running steps of a problem, and its value.
 
   Products are split into tens and units: "23*4+5" gives "20*4=80", "3*4=12",
@@ -52,17 +52,13 @@ def steps(
   return lines, value
 
 
-def solution(
-  expression: str, add: Callable[[int, int], int] = operator.add
-) -> str:
+def solution(expression: str, add: Add = operator.add) -> str:
   """Returns a careful author's solution: the steps, then "#### value"."""
   lines, value = steps(expression, add)
   return "\n".join([*lines, f"{MARK} {value}"])
 
 
-def hasty(
-  expression: str, add: Callable[[int, int], int] = operator.add
-) -> str:
+def hasty(expression: str, add: Add = operator.add) -> str:
   """Returns a hasty author's solution, "#### value"."""
   return f"{MARK} {steps(expression, add)[1]}"
 

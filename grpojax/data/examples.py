@@ -20,9 +20,7 @@ from typing import Any, SupportsIndex
 SPLITS = ("train", "test")
 SOURCE = "data_source"  # data set in a mixture; verl uses this name
 MARK = "####"  # precedes the answer
-READ = (
-  "prompt_read"  # the prompt with the observation of an environment's reset
-)
+READ = "prompt_read"  # the prompt with the observation of a reset
 
 Example = dict[str, Any]
 

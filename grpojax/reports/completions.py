@@ -1,5 +1,6 @@
 """Selects whole groups of sampled completions for the page."""
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -40,18 +41,15 @@ def _turns(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
   """Groups rows of samples.jsonl: a prompt and its completions."""
-  made: list[dict[str, Any]] = []
-  last = None
-  for row in rows:
-    key = row["step"], row["group"]
-    if key != last:
-      answer = row.get("answer")
-      if not (answer is None or isinstance(answer, str)):
-        answer = json.dumps(answer, default=str)
-      group = {"step": row["step"], "prompt": row["prompt"], "answer": answer}
-      made.append(group | {"samples": []})
-    last = key
-    made[-1]["samples"].append(_sample(row))
+  made = []
+  for _, group in itertools.groupby(rows, lambda x: (x["step"], x["group"])):
+    first, *others = group
+    answer = first.get("answer")
+    if not (answer is None or isinstance(answer, str)):
+      answer = json.dumps(answer, default=str)
+    samples = [_sample(row) for row in (first, *others)]
+    shared = {"step": first["step"], "prompt": first["prompt"]}
+    made.append(shared | {"answer": answer, "samples": samples})
   return made
 
 

@@ -3,6 +3,7 @@
 Unknown metrics are shown in the last group.
 """
 
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -136,23 +137,14 @@ def part_of(name: str) -> int:
 
 def layout(names: Iterable[str]) -> list[dict[str, Any]]:
   """Returns the groups of these metrics, in order, with titles and units."""
-  known = list(TITLES)
-
-  def rank(name: str) -> tuple[int, str]:
-    return known.index(name) if name in known else len(known), name
-
-  by_group: dict[int, list[str]] = {}
-  for name in sorted(set(names), key=rank):
-    by_group.setdefault(part_of(name), []).append(name)
-  return [
-    {
-      "title": GROUPS[i].title,
-      "text": GROUPS[i].text,
-      "metrics": [
-        {"name": name, "title": title, "unit": unit}
-        for name in by_group[i]
-        for title, unit in [TITLES.get(name, (name, ""))]
-      ],
-    }
-    for i in sorted(by_group)
-  ]
+  rank = {name: i for i, name in enumerate(TITLES)}
+  place = lambda name: (part_of(name), rank.get(name, len(rank)), name)
+  groups = []
+  for i, members in itertools.groupby(sorted(set(names), key=place), part_of):
+    metrics = []
+    for name in members:
+      title, unit = TITLES.get(name, (name, ""))
+      metrics.append({"name": name, "title": title, "unit": unit})
+    title, text, _ = GROUPS[i]
+    groups.append({"title": title, "text": text, "metrics": metrics})
+  return groups

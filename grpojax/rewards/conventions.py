@@ -72,8 +72,7 @@ class Verl(_Function):
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments from an example."""
-    info = example.get("extra_info") or {}
-    columns = {"extra_info": dict(info) if isinstance(info, Mapping) else info}
+    columns = {"extra_info": example.get("extra_info") or {}}
     if SOURCE in example:
       columns[SOURCE] = example[SOURCE]
     model = example.get("reward_model")

@@ -38,8 +38,7 @@ NUMBER = re.compile(
   re.VERBOSE,
 )
 """A number in a text without LaTeX commands; `_value` reads a match."""
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}
-_SCALES["trillion"] = 12
+_SCALES = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
 _ABOUT = re.compile(
   r"(?:(?:about|approximately|exactly|only|just|around|~|\\approx)\s{0,3})"
 )

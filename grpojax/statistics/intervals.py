@@ -18,9 +18,7 @@ _CHUNK = 1 << 20  # signs of the permutation test in memory at a time
 class PairedDifference(NamedTuple):
   """Difference of two checkpoints on the same prompts."""
 
-  difference: (
-    float  # mean of the first minus mean of the second, in their units
-  )
+  difference: float  # first mean minus second mean, in their units
   low: float
   high: float
   p_value: float  # two-sided, of "both are equally good on each prompt"

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpojax.core.optim import SCHEDULES
@@ -266,7 +266,7 @@ filter_size = lambda value, _: max(value or 0, 0)  # top-k: off for null and -1
 max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
 
 
-def micro_batches(theirs: Theirs, at_least: int) -> int:
+def micro_batches(at_least: int, theirs: Theirs) -> int:
   """Returns the number of micro-batches of an update, which changes no result.
 
   There are `at_least` of them, unless these have fewer than `PART` completions,
@@ -293,14 +293,6 @@ def steps(theirs: Theirs, name: str, epochs: str, limited: bool) -> Items:
   if count is None:
     text = f"steps depend on the data: set --examples=N, or {name}"
     yield Note(epochs, text, missing=True, flag="steps=N")
-
-
-def one_of(theirs: Theirs, name: str, choices: Collection[str]) -> Any:
-  """Returns their value of `name`; ValueError unless it is in `choices`."""
-  if theirs[name] not in choices:
-    known = ", ".join(choices)
-    raise ValueError(f"{name} = {theirs[name]!r}: use one of {known}")
-  return theirs[name]
 
 
 def stop_strings(theirs: Theirs, name: str) -> Items:

@@ -6,6 +6,7 @@ literals, names of literals or functions, or defaults of command-line options.
 
 import ast
 import builtins
+import collections
 import contextlib
 import pathlib
 import symtable
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 _HEADER = (
   '"""Functions of a TRL script, copied by python -m grpojax.translate."""'
 )
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _PARSES = ("parse_args", "parse_known_args", "parse_args_and_config")
 _NO_SETTINGS = ("args", "processing_class", "peft_config", "**")
 _POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
@@ -188,11 +188,7 @@ def read(
 
 def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
   tree = ast.parse(text)
-  script = _Script(tree, [], {}, {}, {}, {})
-
-  def assign(name: str, value: ast.AST) -> None:
-    script.assigned.setdefault(name, []).append(value)
-
+  script = _Script(tree, [], collections.defaultdict(list), {}, {}, {})
   for node in ast.walk(tree):
     match node:
       case (
@@ -202,16 +198,17 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
           ast.Attribute(ast.Name(name), "append" | "extend" | "update")
         )
       ):
-        assign(name, node)
+        script.assigned[name].append(node)
       case ast.Call():
         script.calls.append(node)
       case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(
         ast.Name(name), value=ast.expr() as value
       ):
-        assign(name, value)
+        script.assigned[name].append(value)
       case ast.Assign([ast.Tuple(elements)], value):
         for i, element in enumerate(elements):
-          assign(ast.unparse(element), ast.Subscript(value, ast.Constant(i)))
+          item = ast.Subscript(value, ast.Constant(i))
+          script.assigned[ast.unparse(element)].append(item)
       case ast.ImportFrom(module=str() as module, level=0):
         for alias in node.names:
           imported = f"{module}:{alias.name}"
@@ -250,13 +247,10 @@ def _options(script: _Script) -> Iterator[tuple[str, ast.AST]]:
 def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
   """Yields (name, value) of the arguments of TRL's and peft's classes."""
   for call in script.calls:
-    match called(call):
-      case "GRPOTrainer":
-        yield from zip(_POSITIONS, call.args, strict=False)
-      case "GRPOConfig" | "LoraConfig":
-        pass
-      case _:
-        continue
+    if called(call) not in ("GRPOConfig", "GRPOTrainer", "LoraConfig"):
+      continue
+    if called(call) == "GRPOTrainer":
+      yield from zip(_POSITIONS, call.args, strict=False)
     for keyword in call.keywords:
       if keyword.arg is None:
         try:
@@ -361,11 +355,12 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
   ]
   symbols = symtable.symtable(script, "script", "exec").get_symbols()
   imported = {x.get_name() for x in symbols if x.is_imported()}
-  texts, bound = [], []
+  texts, tables, bound = [], [], []
   starred, always = set(), set()  # `import *`, and also `from __future__`
   for i, statement in enumerate(statements):
     texts.append(_text(script, statement))
-    symbols = symtable.symtable(texts[i], "script", "exec").get_symbols()
+    tables.append(symtable.symtable(texts[i], "script", "exec"))
+    symbols = tables[i].get_symbols()
     defined = [x for x in symbols if x.is_assigned() or x.is_imported()]
     changed = _changed(statement) - imported
     bound.append({x.get_name() for x in defined} | changed)
@@ -381,16 +376,15 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
     defining = {i for i, defined in enumerate(bound) if name in defined}
     for i in (defining | always) - chosen:
       chosen.add(i)
-      queue += _used(texts[i]) - needed
+      queue += _used(tables[i]) - needed
   defined = set().union({*dir(builtins), "__file__", "__name__"}, *bound)
   lacking = [] if starred else sorted(needed - defined)
-  code = [texts[i] for i in sorted(chosen)]
-  lacking += [x for x in _PARSES if any(f".{x}(" in y for y in code)]
   blocks = [_HEADER]
   for i in sorted(chosen):
-    is_definition = isinstance(statements[i], _DEFINITIONS)
+    is_definition = hasattr(statements[i], "decorator_list")
     blocks.append(f"\n\n{texts[i]}\n" if is_definition else texts[i])
-  return "\n".join([*blocks, ""]), lacking
+  module = "\n".join([*blocks, ""])
+  return module, lacking + [x for x in _PARSES if f".{x}(" in module]
 
 
 def _text(script: str, statement: ast.stmt) -> str:
@@ -413,14 +407,10 @@ def _changed(statement: ast.stmt) -> set[str]:
   return changed
 
 
-def _used(text: str) -> set[str]:
+def _used(table: symtable.SymbolTable) -> set[str]:
   """Returns the module-level names that a statement uses."""
-  used = set()
-  tables = [symtable.symtable(text, "script", "exec")]
-  while tables:
-    table = tables.pop()
-    tables += table.get_children()
-    for symbol in table.get_symbols():
-      if symbol.is_global() or table.get_type() == "module":
-        used |= {symbol.get_name()} if symbol.is_referenced() else set()
-  return used
+  symbols = [x for x in table.get_symbols() if x.is_referenced()]
+  if table.get_type() != "module":
+    symbols = [x for x in symbols if x.is_global()]
+  used = {x.get_name() for x in symbols}
+  return used.union(*map(_used, table.get_children()))

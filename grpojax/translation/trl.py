@@ -6,6 +6,7 @@ optimization.py). `grpojax/core/losses/README.md` lists which numbers agree.
 """
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from grpojax.translation import rules
@@ -45,7 +46,6 @@ def _sizes(theirs: Theirs) -> rules.Sizes:
 
 
 def _batch(theirs: Theirs, name: str) -> Items:
-  """Translates the sizes of batches."""
   sizes = theirs.sizes
   name = "generation_batch_size" if theirs["generation_batch_size"] else name
   comment = theirs.comment(name, "gradient_accumulation_steps")
@@ -61,7 +61,6 @@ def _batch(theirs: Theirs, name: str) -> Items:
 
 
 def _steps(theirs: Theirs, name: str) -> Items:
-  """Translates the number of steps."""
   limited = theirs[name] > 0
   yield from rules.steps(theirs, name, "num_train_epochs", limited)
   updates = theirs.sizes.updates
@@ -102,8 +101,11 @@ def _rewards(theirs: Theirs, name: str) -> Items:
       yield Setting("reward.model", function, name)
       yield Setting("reward.model_weight", float(weight))
       yield Note(name, f"{function!r}: use the path of at most one directory")
-    else:
-      functions[_qualified(function)] = float(weight)
+      continue
+    module, _, local = function.rpartition(".")
+    if ":" not in function:
+      function = f"{module or 'trl.rewards'}:{local}"
+    functions[function] = float(weight)
   if environment:
     functions["environment"] = 1.0
   functions = functions or {"math_answer": 1.0}
@@ -112,14 +114,6 @@ def _rewards(theirs: Theirs, name: str) -> Items:
   yield Setting("reward.functions", tuple(functions), name)
   weights = tuple(functions.values())
   yield theirs.setting("reward.weights", weights, "reward_weights")
-
-
-def _qualified(name: str) -> str:
-  """Returns "module:f" for "module.f", and "trl.rewards:f" for "f"."""
-  if ":" in name:
-    return name
-  module, _, function = name.rpartition(".")
-  return f"{module or 'trl.rewards'}:{function}"
 
 
 _SPLITS = {
@@ -170,10 +164,15 @@ _LOSSES = {  # (surrogate, weighting, ratio)
 }
 
 
+def _one_of(choices: Collection[str], name: str, value: Any) -> Any:
+  if value not in choices:
+    raise ValueError(f"{name} = {value!r}: use one of {', '.join(choices)}")
+  return value
+
+
 def _loss(theirs: Theirs, name: str) -> Items:
-  """Translates the type of the loss."""
-  kind = rules.one_of(theirs, name, _LOSSES)
-  level = rules.one_of(theirs, _LEVEL, ("token", "sequence"))
+  kind = _one_of(_LOSSES, name, theirs[name])
+  level = _one_of(("token", "sequence"), _LEVEL, theirs[_LEVEL])
   surrogate, weighting, ratio = _LOSSES[kind]
   yield theirs.setting("loss.surrogate", surrogate, name)
   yield theirs.setting("loss.weighting", weighting, name)
@@ -181,14 +180,11 @@ def _loss(theirs: Theirs, name: str) -> Items:
   if weighting != "token_mean" and theirs["mask_truncated_completions"]:
     yield Note(name, "TRL also counts fully masked completions")
   if kind in ("dapo", "cispo", "vespo") and theirs.sizes.minibatches > 1:
-    text = (
-      "divides by the tokens of the update, in TRL by their mean per update"
-    )
-    yield Note(name, text)
+    text = "divides by the tokens of the update, in TRL by their mean"
+    yield Note(name, f"{text} per update")
 
 
 def _bounds(theirs: Theirs, name: str) -> Items:
-  """Translates the bounds of the ratio."""
   low, high = theirs[name], theirs["epsilon_high"]
   high = float(low if high is None else high)
   comment = theirs.comment("epsilon_high", name)
@@ -206,8 +202,7 @@ def _advantage(theirs: Theirs, name: str) -> Items:
   """Translates the scale of rewards to an advantage estimator."""
   scale = {True: "group", False: "none"}.get(theirs[name], theirs[name])
   advantages = {"group": "grpo", "batch": "batch_std", "none": "dr_grpo"}
-  if scale not in advantages:
-    raise ValueError(f"{name} = {scale!r}: use one of {', '.join(advantages)}")
+  _one_of(advantages, name, scale)
   if theirs["multi_objective_aggregation"] == "normalize_then_sum":
     yield Setting("advantage", "batch_std", "multi_objective_aggregation")
     return
@@ -219,7 +214,6 @@ def _advantage(theirs: Theirs, name: str) -> Items:
 
 
 def _warmup(theirs: Theirs, name: str) -> Items:
-  """Translates the warmup of the learning rate."""
   count, ratio = theirs[name], theirs["warmup_ratio"] or 0.0
   if 0 < count < 1:
     count, ratio = 0, count
@@ -313,7 +307,7 @@ TABLE = {
   "per_device_train_batch_size": Row(8, _batch),
   "num_iterations": Row(1, "optim.epochs"),
   "gradient_accumulation_steps": Row(
-    1, "optim.micro_batches", lambda x, t: rules.micro_batches(t, x)
+    1, "optim.micro_batches", rules.micro_batches
   ),
   "max_steps": Row(-1, _steps),
   "num_train_epochs": Row(3.0),

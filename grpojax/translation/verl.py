@@ -13,6 +13,7 @@ from grpojax.translation.rules import Items, Note, Row, Setting, Theirs
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
+KL_TYPE = f"{ACTOR}.kl_loss_type"
 FILTER = "algorithm.filter_groups"
 CORRECTION = "algorithm.rollout_correction"
 REWARD = "reward.custom_reward_function"
@@ -50,12 +51,6 @@ def _sizes(theirs: Theirs) -> rules.Sizes:
   return rules.Sizes(group_size, prompts, cuts, minibatches, updates, steps)
 
 
-def _offload(value: bool, theirs: Theirs) -> str | None:
-  """Returns "host" for an offloaded reference, unless the full KL reads it."""
-  exact = theirs[f"{ACTOR}.kl_loss_type"] == "full"
-  return "host" if value and not exact else None
-
-
 def _rewards(theirs: Theirs, name: str) -> Items:
   """Translates the reward function, and DAPO's penalty of long completions."""
   weights = {"math_answer": 1.0}
@@ -85,7 +80,6 @@ def _turns(theirs: Theirs, name: str) -> Items:
 
 
 def _minibatches(theirs: Theirs, name: str) -> Items:
-  """Translates the number of minibatches."""
   prompts, size = theirs.sizes.prompts, theirs[name]
   count = theirs.sizes.minibatches
   yield theirs.setting("optim.minibatches", count, name)
@@ -97,11 +91,11 @@ def _minibatches(theirs: Theirs, name: str) -> Items:
 def _micro_batches(value: int | None, theirs: Theirs) -> int:
   """Converts the size of micro-batches to their number, by default 4."""
   if not value:
-    return rules.micro_batches(theirs, 4)
+    return rules.micro_batches(4, theirs)
   sizes = theirs.sizes
   rows = value * theirs["trainer.n_gpus_per_node"] * theirs["trainer.nnodes"]
   samples = sizes.prompts // sizes.minibatches * sizes.group_size
-  return rules.micro_batches(theirs, samples // rows)
+  return rules.micro_batches(samples // rows, theirs)
 
 
 def _every(value: int, theirs: Theirs) -> int:
@@ -148,7 +142,6 @@ _ADVANTAGES = {  # (ours, difference)
 
 
 def _advantage(theirs: Theirs, name: str) -> Items:
-  """Translates the advantage estimator."""
   kind = theirs[name]
   ours, differs = _ADVANTAGES.get(kind, ("leave_one_out", ""))
   if ours == "grpo" and not theirs["algorithm.norm_adv_by_std_in_grpo"]:
@@ -180,7 +173,6 @@ _SURROGATES = {  # (surrogate, bounds, setting of clip_ratio_c)
 
 
 def _surrogate(theirs: Theirs, name: str) -> Items:
-  """Translates the surrogate loss and its bounds."""
   mode = theirs[name]
   if mode not in _SURROGATES:
     yield Note(name, f"{mode!r}: the clipped loss is used", missing=True)
@@ -212,7 +204,7 @@ _KLS |= {f"{kind}+": "k2" for kind in ("low_var_kl", "k3", "kl", "k1", "abs")}
 def _kl(theirs: Theirs, name: str) -> Items:
   """Translates the KL term of the loss or the reward."""
   in_reward, penalty = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
-  coefficient, kind = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
+  coefficient, kind = f"{ACTOR}.kl_loss_coef", KL_TYPE
   in_loss, ours = theirs[name], _KLS.get(theirs[kind], "k3")
   placement = "loss"
   if theirs[in_reward]:
@@ -236,18 +228,16 @@ def _kl(theirs: Theirs, name: str) -> Items:
   yield theirs.setting("loss.kl_placement", placement, name)
 
 
+_BAD_BOUNDS = "{} = {!r}: must be one or two positive bounds, HIGH or LOW_HIGH"
+
+
 def _bounds(theirs: Theirs, name: str) -> tuple[float | None, float]:
   """Reads the bounds "0.5_5.0", or "2.0" without a lower bound."""
   low, _, high = str(theirs[name]).rpartition("_")
   try:
     return float(low) if low else None, float(high)
   except ValueError:
-    raise _bad_bounds(theirs, name) from None
-
-
-def _bad_bounds(theirs: Theirs, name: str) -> ValueError:
-  text = "must be one or two positive bounds, HIGH or LOW_HIGH"
-  return ValueError(f"{name} = {theirs[name]!r}: {text}")
+    raise ValueError(_BAD_BOUNDS.format(name, theirs[name])) from None
 
 
 def _correct(
@@ -287,7 +277,7 @@ def _rejection(theirs: Theirs, name: str) -> Items:
   if low is None and high > 0:  # a single bound is symmetric
     low = 1 / high
   if not 0 < (low or 0.0) <= high < math.inf:
-    raise _bad_bounds(theirs, limit)
+    raise ValueError(_BAD_BOUNDS.format(limit, theirs[limit]))
   # verl bounds the inverse ratio, sampler / trainer.
   yield from _correct(theirs, name, "geometric_mask", 1 / high, 1 / low)
   yield Note(name, "verl also excludes rejected tokens from the mean")
@@ -312,8 +302,11 @@ _ROWS = {  # names without a leading "actor_rollout_ref."
   "model.lora_alpha": Row(16, "lora.alpha", when=[f"{MODEL}.lora_rank"]),
   "model.target_modules": Row("all-linear", rules.lora_targets),
   "model.enable_gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
-  "ref.fsdp_config.param_offload": Row(
-    False, "model.reference", _offload, when=[f"{ACTOR}.use_kl_loss"]
+  "ref.fsdp_config.param_offload": Row(  # not if the full KL reads it
+    False,
+    "model.reference",
+    lambda x, t: "host" if x and t[KL_TYPE] != "full" else None,
+    when=[f"{ACTOR}.use_kl_loss"],
   ),
   "data.train_files": Row(None, rules.data),
   "data.val_files": Row(note="held-out problems: the data's test split"),

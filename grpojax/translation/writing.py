@@ -3,6 +3,7 @@
 import math
 import shlex
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -24,16 +25,12 @@ def _typed(setting: Setting, default: Any) -> Any:
   if isinstance(value, list | tuple) and isinstance(default, tuple | None):
     items = (setting._replace(value=item) for item in value)
     return tuple(_typed(item, None) for item in items)
-  is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  if is_number and math.isfinite(value):
-    if default is None:
-      return value
-    kind = type(default)
-    if kind in (int, float) and value == kind(value):
-      return kind(value)
-  elif isinstance(value, bool | str | None) and (
-    default is None or type(value) is type(default)
-  ):
+  kind = type(default)
+  is_number = type(value) in (int, float) and math.isfinite(value)
+  if is_number and kind in (int, float) and value == kind(value):
+    return kind(value)
+  is_plain = is_number or isinstance(value, bool | str | None)
+  if is_plain and (default is None or type(value) is kind):
     return value
   source = setting.theirs or setting.name
   raise ValueError(f"{source}: {setting.name} cannot be {value!r}")
@@ -54,12 +51,11 @@ def _settled(
     )
     for setting in translation.settings
   }
-  order = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
+  paths = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
+  rank = {path: i for i, path in enumerate(paths)}
   fixed, nested = {}, {}
-  for name in dict.fromkeys([*order, *by_name]):
-    setting = by_name.get(name)
-    if not setting:
-      continue
+  for name in sorted(by_name, key=lambda x: rank.get(x, len(rank))):
+    setting = by_name[name]
     is_set = setting.theirs and "(default)" not in setting.theirs
     if setting.value == known.get(name) and not is_set:
       continue
@@ -97,9 +93,9 @@ def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
   return [f"{indent}# {line}" for line in lines]
 
 
-def _notes(title: str, notes: list[Note]) -> list[str]:
-  texts = dict.fromkeys(f"{note.theirs}: {note.text}" for note in notes)
-  lines = [line for text in texts for line in _comment(text, first="- ")]
+def _notes(title: str, notes: Sequence[Note], missing: bool) -> list[str]:
+  texts = [f"{x.theirs}: {x.text}" for x in notes if x.missing == missing]
+  lines = [x for y in dict.fromkeys(texts) for x in _comment(y, first="- ")]
   return [f"# {title}:", *lines, "#"] if lines else []
 
 
@@ -125,8 +121,7 @@ def command(translation: Translation, config: str) -> str:
 def config_file(translation: Translation, source: str) -> str:
   """Returns the config file for a file `source`; ValueError as in `_typed`."""
   fixed, nested = _settled(translation)
-  differs = [note for note in translation.notes if not note.missing]
-  missing = [note for note in translation.notes if note.missing]
+  notes = translation.notes
   unneeded = "; ".join(translation.unneeded)
   lines = [
     '"""GRPO, translated from another library\'s configuration."""',
@@ -139,9 +134,9 @@ def config_file(translation: Translation, source: str) -> str:
     "#",
     *(f"# {x}" for x in command(translation, "THIS_FILE").splitlines()),
     "#",
-    *_notes("Settings that differ in meaning", differs),
+    *_notes("Settings that differ in meaning", notes, False),
     *_notes(
-      "Settings without a counterpart, which may change the run", missing
+      "Settings without a counterpart, which may change the run", notes, True
     ),
     *_comment(unneeded and f"Not needed here: {unneeded}"),
     "",

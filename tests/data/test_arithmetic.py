@@ -1,4 +1,3 @@
-import ast
 import pickle
 
 import numpy as np
@@ -10,24 +9,12 @@ from grpojax.data.arithmetic import forgetful_sum
 ALWAYS, NEVER = (1.0, 1.0), (0.0, 0.0)
 
 
-def value(expression):
-  """Evaluates sums and products by Python's own parser."""
-
-  def visit(node):
-    if isinstance(node, ast.Constant):
-      return node.value
-    left, right = visit(node.left), visit(node.right)
-    return left * right if isinstance(node.op, ast.Mult) else left + right
-
-  return visit(ast.parse(expression, mode="eval").body)
-
-
 def test_examples_have_the_documented_form_and_value():
   examples = arithmetic.load("train", seed=3)
   operations = []
   for i in range(400):
     expression = examples[i]["prompt"]
-    assert int(examples[i]["answer"]) == value(expression)
+    assert int(examples[i]["answer"]) == eval(expression)
     first, *rest = expression.split("+")
     first, _, factor = first.partition("*")
     assert not factor or 2 <= int(factor) <= 9

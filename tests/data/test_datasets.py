@@ -39,19 +39,16 @@ def test_random_access_to_examples(name, split):
 
 
 @pytest.mark.parametrize("name", datasets.DATASETS)
-def test_unknown_splits_options_and_paths_are_refused(name):
+def test_unknown_splits_names_options_and_paths_are_refused(name):
   with pytest.raises(ValueError, match="choose one of"):
     load(name, "valid")
+  with pytest.raises(ValueError, match="'gsm8': use one of arithmetic, gsm8k"):
+    datasets.load("gsm8", "train")
   with pytest.raises(ValueError, match="data.options.colour.* takes .*size"):
     datasets.load(name, "train", PATHS.get(name, ""), {"colour": 1})
   if "path" not in inspect.signature(datasets.DATASETS[name]).parameters:
     with pytest.raises(ValueError, match="has no files"):
       datasets.load(name, "train", "somewhere")
-
-
-def test_unknown_names_are_refused():
-  with pytest.raises(ValueError, match="'gsm8': use one of arithmetic, gsm8k"):
-    datasets.load("gsm8", "train")
 
 
 WRONG = [

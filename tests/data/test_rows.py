@@ -1,11 +1,11 @@
 """JSONL and Parquet files: examples, splits and errors."""
 
-import concurrent.futures
 import datetime
 import decimal
 import json
 import random
 import tempfile
+import types
 
 import numpy as np
 import pyarrow
@@ -48,24 +48,17 @@ def write(file, rows, end="\n"):
   return file
 
 
-class Kind:
-  """A file format; all formats have the same options, rows and errors."""
-
-  def __init__(self, name):
-    self.suffix = f".{name}"
-    self.load = datasets.DATASETS[name]
-
-  def __call__(self, path, rows):
-    return write(path.with_suffix(self.suffix), rows)
-
-
 @pytest.fixture(params=["jsonl", "parquet"])
 def kind(request):
-  return Kind(request.param)
+  """A file format; all formats have the same options, rows and errors."""
+  suffix = f".{request.param}"
+  load = datasets.DATASETS[request.param]
+  make = lambda path, rows: write(path.with_suffix(suffix), rows)
+  return types.SimpleNamespace(suffix=suffix, load=load, write=make)
 
 
 def test_rows_for_verl_are_examples(kind, tmp_path):
-  file = kind(tmp_path / "train", VERL)
+  file = kind.write(tmp_path / "train", VERL)
   for path in (file, tmp_path):
     rows = list(kind.load("train", path=path))
     assert rows == [row | {"answer": str(i + 1)} for i, row in enumerate(VERL)]
@@ -106,7 +99,7 @@ def test_a_directory_has_files_for_each_split(kind, tmp_path):
     ("b/validation", 1, 7),
     ("b/test", 1, 9),
   ):
-    kind(tmp_path / name, plain(count, start))
+    kind.write(tmp_path / name, plain(count, start))
 
   def read(path, split="train", **options):
     return list(kind.load(split, path=tmp_path / path, **options))
@@ -118,21 +111,21 @@ def test_a_directory_has_files_for_each_split(kind, tmp_path):
   assert read("a", size=2) == plain(2)
   assert read("a", size=5) == plain(5)
   for name in ("b/train-1", "b/train", "b/data/train_x"):
-    kind(tmp_path / name, plain(1, 2))
+    kind.write(tmp_path / name, plain(1, 2))
     with pytest.raises(ValueError, match="b has .*train.* and .*a pattern, '"):
       read("b")
     (tmp_path / name).with_suffix(kind.suffix).unlink()
   joined = kind.load("train", path=tmp_path / "a")
   assert joined[3] == plain(1, 3)[0] and len(joined) == 7
-  kind(tmp_path / "a/data/train-00002-of-00003", plain(1))
+  kind.write(tmp_path / "a/data/train-00002-of-00003", plain(1))
   with pytest.raises(ValueError, match="is one of 3 files, but 1 exist"):
     read("a")
 
 
 def test_a_pattern_matches_several_files(kind, tmp_path):
-  kind(tmp_path / "p1", plain(30))
-  kind(tmp_path / "p2", plain(30, 30))
-  kind(tmp_path / "deep/er/p3", plain(3, 60))
+  kind.write(tmp_path / "p1", plain(30))
+  kind.write(tmp_path / "p2", plain(30, 30))
+  kind.write(tmp_path / "deep/er/p3", plain(3, 60))
   pattern = f"{tmp_path}/p*{kind.suffix}"
   assert list(kind.load("train", path=pattern)) == plain(60)
   assert len(kind.load("train", path=f"{tmp_path}/**/*{kind.suffix}")) == 63
@@ -167,8 +160,8 @@ def test_a_pattern_matches_several_files(kind, tmp_path):
 def test_missing_files_and_splits_are_refused(
   kind, tmp_path, split, path, share, message
 ):
-  kind(tmp_path / "p1", plain(3))
-  kind(tmp_path / "p2", plain(3))
+  kind.write(tmp_path / "p1", plain(3))
+  kind.write(tmp_path / "p2", plain(3))
   path = path.replace("DIR", str(tmp_path)).replace(".SUFFIX", kind.suffix)
   with pytest.raises(ValueError, match=message.replace(".SUFFIX", kind.suffix)):
     kind.load(split, path=path, test=share)
@@ -176,7 +169,7 @@ def test_missing_files_and_splits_are_refused(
 
 def test_the_answer_can_follow_a_mark(kind, tmp_path):
   rows = [{"prompt": "6 * 7?", "answer": "6 * 7 = 42\n#### no #### 42 "}]
-  file = kind(tmp_path / "a", rows)
+  file = kind.write(tmp_path / "a", rows)
   (row,) = kind.load("train", path=file, answer_after="####")
   assert row == rows[0] | {"answer": "42", "solution": rows[0]["answer"]}
   with pytest.raises(ValueError, match="has no '@'.*answer_after"):
@@ -186,18 +179,10 @@ def test_the_answer_can_follow_a_mark(kind, tmp_path):
 def test_only_the_listed_columns_are_read(kind, tmp_path):
   rows = [row | {"level": 1, "other": 2} for row in plain(3)]
   columns = ("level", "answer", "prompt")
-  few = kind.load("train", path=kind(tmp_path / "a", rows), columns=columns)
+  few = kind.load(
+    "train", path=kind.write(tmp_path / "a", rows), columns=columns
+  )
   assert list(few) == [row | {"level": 1} for row in plain(3)]
-
-
-def test_threads_can_share_examples(kind, tmp_path, monkeypatch):
-  monkeypatch.setattr(parquet, "_ROWS", 7)
-  rows = [row | {"text": "x" * i} for i, row in enumerate(plain(99))]
-  examples = kind.load("train", path=kind(tmp_path / "a", rows))
-  order = [random.Random(1).randrange(99) for _ in range(500)]
-  with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    read = list(pool.map(examples.__getitem__, order))
-  assert read == [rows[i] for i in order]
 
 
 def test_a_share_is_held_out_by_prompt(tmp_path):
@@ -222,10 +207,6 @@ def test_a_share_is_held_out_by_prompt(tmp_path):
   again = jsonl.load("test", path=other, test=0.2)
   texts = {x["prompt"].strip() for x in again}
   assert texts == {x["prompt"] for x in test if "?" in x["prompt"]}
-  write(other, plain(1000))  # similar prompts are independent
-  for share in (0.02, 0.05, 0.1, 0.3):  # within three standard deviations
-    off = abs(len(jsonl.load("test", path=other, test=share)) / 1000 - share)
-    assert off < 3 * (share * (1 - share) / 1000) ** 0.5
   # Neither the order nor other rows matter.
   rng.shuffle(rows)
   write(file, rows[:700])
@@ -315,15 +296,16 @@ def test_a_changed_file_is_noticed(tmp_path):
 # Parquet
 
 
-def test_rows_stay_on_the_disk(tmp_path):
+def test_rows_stay_on_the_disk(tmp_path, monkeypatch):
+  monkeypatch.setattr(parquet, "_ROWS", 7)  # per batch
   allocated = pyarrow.total_allocated_bytes()
-  large = [{"prompt": "x" * 10_000, "answer": "1"}] * 300  # 3 MB
+  large = [row | {"text": "x" * 10_000} for row in plain(300)]  # 3 MB
   file = write(tmp_path / "b.parquet", large)
   many = parquet.load("train", path=file)
-  assert len(many) == 300 and many[299]["answer"] == "1"
+  assert many[299] == large[299]
   assert pyarrow.total_allocated_bytes() - allocated < 100_000
   file.unlink()
-  assert many[298]["answer"] == "1"
+  assert list(many) == large
 
 
 def test_columns_of_types_outside_json(tmp_path):

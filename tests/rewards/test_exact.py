@@ -13,9 +13,7 @@ from grpojax.runtime.text import tokenizer as tokenizers
 TOKENIZER = tokenizers.character_tokenizer()
 PAD, EOS, UNK, BLANK = 0, 1, 2, TOKENIZER.encode("\n\n")[0]
 
-
 on_text = lambda text, answer: exact.exact_answer("", text, {"answer": answer})
-
 
 RIGHT = [
   *[("#### 194", "194"), ("92+17=109\n#### 194\n\n", "194")],

@@ -1,5 +1,6 @@
 import decimal
 import fractions
+import json
 import os
 import pathlib
 import signal
@@ -88,6 +89,8 @@ def test_rewards_of_any_numeric_type():
     assert worker._outcome(value) == (0.5, None, {}), value
     numbers = worker._outcome({"score": 1, "more": value}).extras
     assert numbers == {"more": 0.5}, value
+  assert worker._outcome(10**400).error == "returned inf"
+  assert worker._outcome({"score": 1, "more": 10**400}) == (1.0, None, {})
   text = np.array(["0.5"])
   for value in ("0.5", b"0.5", text, {0.5}, [0.5], np.zeros(2), 0.5j):
     value, error, _ = worker._outcome(value)
@@ -168,25 +171,14 @@ def test_forks_and_prints_do_not_shift_rewards():
 
 
 def test_only_well_formed_answers_with_the_id_count():
-  good = [
-    (b'["me", [1.0, null, {}]]', (1.0, None, {})),
-    (b'["me", [1.0, null, {"acc": 0.5}]]', (1.0, None, {"acc": 0.5})),
-    (b'["me", [null, "raised", {}]]', (None, "raised", {})),
-  ]
-  bad = [
-    b'["you", [1.0, null, {}]]',
-    b"[1.0, null]",
-    b'["me", 1.0]',
-    b'["me", [1.0, null]]',
-    b'["me", [1.0, null, {"acc": "1"}]]',
-    b'["me", [1.0, null, []]]',
-    b'["me", [[], null, {}]]',
-    b'["me", [1.0, 3, {}]]',
-    *(b"", b"\xff", b"[" * 10**5),
-  ]
-  lines = [line for line, _ in good]
-  read = workers.read_answers(bad + lines + bad, "me", worker.parse)
-  assert read == [x for _, x in good]
+  outcomes = [(1.0, None, {}), (0.5, None, {"acc": 0.5}), (None, "raised", {})]
+  good = [json.dumps(["me", x]).encode() for x in outcomes]
+  bad = [b'["you", [1.0, null, {}]]', b"[1.0, null]", b'["me", 1.0]']
+  bad += [b'["me", [1.0, null]]', b'["me", [1.0, null, {"acc": "1"}]]']
+  bad += [b'["me", [1.0, null, []]]', b'["me", [[], null, {}]]']
+  bad += [b'["me", [1.0, 3, {}]]', b"", b"\xff", b"[" * 10**5]
+  read = workers.read_answers(bad + good + bad, "me", worker.parse)
+  assert read == outcomes
 
 
 def test_neighbouring_jobs_have_different_prompts():

@@ -13,36 +13,38 @@ class Unspeakable:
     raise GeneratorExit
 
 
+DEEDS = {
+  "none": lambda: None,
+  "text": lambda: "1.0",
+  "leave": lambda: sys.exit("bye"),
+  "sleep": lambda: time.sleep(600),
+  # In C code that holds the interpreter's lock.
+  "hang": lambda: re.fullmatch("(a*)*b", "a" * 60),
+  "exit": lambda: os._exit(3),
+  "crash": lambda: ctypes.string_at(0),
+  "memory": lambda: len(bytearray(2**40)),
+  "jax": lambda: float("jax" in sys.modules or "numpy" in sys.modules),
+}
+
+
 def behave(prompt, completion, example, *, scale=1.0):
   """Returns the completion as a number, or does what it says."""
-  if completion == "none":
-    return None
+  if completion in DEEDS:
+    return DEEDS[completion]()
   if completion == "raise":
     raise RuntimeError("no idea\nreally")
-  if completion == "leave":
-    sys.exit("bye")
   if completion == "base":
     raise GeneratorExit(Unspeakable())
-  if completion == "sleep":
-    time.sleep(600)
   if completion == "loop":
     try:
       while True:
         pass
     except Exception:
       return 1.0
-  if completion == "hang":  # in C code that holds the interpreter's lock
-    re.fullmatch("(a*)*b", "a" * 60)
-  if completion == "exit":
-    os._exit(3)
-  if completion == "crash":
-    ctypes.string_at(0)
   if completion == "fork":  # the child keeps the pipes open
     if os.fork():
       os._exit(4)
     time.sleep(600)
-  if completion == "memory":
-    return len(bytearray(2**40))
   if completion == "pipes":
     print("[1.0, null]", flush=True)
     os.write(1, b"[1.0, null]\n")
@@ -74,10 +76,6 @@ def behave(prompt, completion, example, *, scale=1.0):
   if completion.startswith("slow"):
     time.sleep(0.1)
     return float(completion[4:])
-  if completion == "jax":
-    return float("jax" in sys.modules or "numpy" in sys.modules)
-  if completion == "text":
-    return "1.0"
   return scale * float(completion)
 
 
