@@ -12,7 +12,7 @@ from grpojax.rewards import exact
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training.settings.run import TrainSettings
 
-NOBODY = chat.Speaker(*[None] * 5)
+NOBODY = chat.Speaker(*[None] * 4)
 
 
 @pytest.fixture
