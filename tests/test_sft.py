@@ -120,8 +120,9 @@ def test_a_new_model_of_word_problems(tmp_path, capsys):
     assert tokenizer.decode(context).startswith("Q: ")
 
 
-@pytest.mark.parametrize("learn_prompts", [False, True])
-@pytest.mark.parametrize("form", ["document", "dialogue"])
+@pytest.mark.parametrize(
+  "form, learn_prompts", [("document", True), ("dialogue", False)]
+)
 def test_examples_are_encoded_in_the_format(form, learn_prompts, capsys):
   config = config_with(format=form, row_length=2000)
   config.data.update(name="gsm8k", path=str(PROBLEMS))

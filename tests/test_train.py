@@ -99,14 +99,10 @@ def test_the_report_shows_the_finished_run(toy_run):
   (run,) = json.loads(data)["runs"]
   assert run["status"] == "finished, 8 of 8 steps"
   assert run["notes"] == [] and len(run["groups"]) == 16
-  assert run["gain"]["difference"] == 1.0
-  assert run["verdict"]["level"] == "good"
   assert "held-out accuracy 0.0% before, 100.0% after" in run["verdict"]["text"]
-  assert [run["heldOut"][when] for when in ("first", "last")] == [0, 8]
   for before, after in run["heldOut"]["pairs"]:
     assert before["prompt"] == after["prompt"]
     assert (before["reward"], after["reward"]) == (0, 1)
-  assert "c1" in run["curves"]
 
 
 def test_the_summary_has_the_first_and_last_evaluation(toy_run):
