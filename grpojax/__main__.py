@@ -55,15 +55,6 @@ def settings_page() -> str:
   return help_text.page(modules)
 
 
-def _unknown(name: str, by_name: dict[str, str]) -> str:
-  """Returns the error for an unknown program, with a similar name if any."""
-  last = {program.rpartition(".")[2]: program for program in by_name}
-  near = difflib.get_close_matches(name.rpartition(".")[2], last, n=1)
-  known = ", ".join(by_name)
-  hint = f"did you mean {last[near[0]]}?" if near else f"use {known}"
-  return f"error: unknown program {name!r}: {hint}"
-
-
 def main() -> None:
   """Runs the program named by the command line."""
   name, *argv = sys.argv[1:] or ["--help"]
@@ -75,7 +66,11 @@ def main() -> None:
     return
   by_name = programs()
   if name not in by_name:
-    raise SystemExit(_unknown(name, by_name))
+    last = {program.rpartition(".")[2]: program for program in by_name}
+    near = difflib.get_close_matches(name.rpartition(".")[2], last, n=1)
+    known = ", ".join(by_name)
+    hint = f"did you mean {last[near[0]]}?" if near else f"use {known}"
+    raise SystemExit(f"error: unknown program {name!r}: {hint}")
   sys.exit(importlib.import_module(f"grpojax.{name}").main(argv))
 
 

@@ -134,7 +134,6 @@ class Speaker(NamedTuple):
   policy: Policy
   params: Params
   sampler: Callable[..., Any]  # from `step.sampling.make_sampler`
-  key: jax.Array  # of the samples
   reward_pool: rewards_lib.RewardPool | None = None  # None without rewards
 
 
@@ -168,7 +167,7 @@ def ask(
   policy = speaker.policy
   settings = _fit_prompt(speaker.settings, policy, example)
   prompts, examples = prompts_lib.prompts_of(settings, policy, [example], [0])
-  key = jax.random.fold_in(speaker.key, turn)
+  key = jax.random.fold_in(seed_key(settings.seed), turn)
   sampled = speaker.sampler(
     speaker.params, prompts_lib.trim(prompts), examples, key
   )
@@ -279,8 +278,7 @@ def _set_up(
   sampler = sampling_lib.make_sampler(
     settings, policy, flags.samples, distribution, environment=environment
   )
-  key = seed_key(settings.seed)
-  speaker = Speaker(settings, policy, params, sampler, key, pool)
+  speaker = Speaker(settings, policy, params, sampler, pool)
   return speaker, example, turns
 
 

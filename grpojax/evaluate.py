@@ -175,10 +175,9 @@ def _evaluate(
 ) -> tuple[_Values, dict[str, _Values]]:
   """Evaluates each model; returns its metrics, overall and by data set."""
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
-  first = settings.reward.functions[0]
   answer = None
   if flags.majority:
-    answer = evaluation.answer_reader(settings, first)
+    answer = evaluation.answer_reader(settings, settings.reward.functions[0])
   values, by_data_set = [], {}
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():

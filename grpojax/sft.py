@@ -55,40 +55,6 @@ _not_negative = functools.partial(setting, within=NOT_NEGATIVE)
 _positive = functools.partial(setting, within=POSITIVE)
 _share = functools.partial(setting, within="[0, 1]")
 
-_DATA = section(
-  "texts",
-  name=setting("arithmetic", "data set; arithmetic is generated"),
-  path=setting("", "file, directory or glob pattern; huggingface: ORG/NAME"),
-  options=free_section("keyword arguments of the data set's load function"),
-  template=setting("{prompt}\n", "template of plain-text prompts"),
-  special_tokens=setting(
-    "text", "meaning of special tokens in texts", SPECIAL_TOKENS
-  ),
-  learn_prompts=setting(False, "loss on prompts, too"),
-)
-
-_MODEL = section(
-  "model",
-  path=setting(
-    "", 'directory, .gguf file, embedded model or ORG/NAME; "" = from scratch'
-  ),
-  ignore_keys=setting((), "unknown keys of config.json to ignore"),
-  width=_count(128, "from scratch: width"),
-  layers=_count(4, "from scratch: number of layers"),
-  heads=_count(4, "from scratch: number of query heads"),
-  kv_heads=_count(2, "from scratch: number of key-value heads"),
-  mlp=_count(448, "from scratch: width of the MLP"),
-)
-
-_OPTIM = section(
-  "optimizer",
-  learning_rate=_positive(2e-3, "learning rate of AdamW (embeddings, norms)"),
-  muon_learning_rate=_positive(2e-2, "learning rate of Muon (matrices)"),
-  warmup_steps=_not_negative(50, "warmup steps, fewer than steps"),
-  weight_decay=_not_negative(0.01, "weight decay of layers' matrices"),
-  max_grad_norm=_positive(1.0, "gradient clipping norm"),
-)
-
 SETTINGS = section(
   "the run",
   name=setting("arithmetic-base", "name of the model and its directory"),
@@ -111,9 +77,37 @@ SETTINGS = section(
     "characters", "tokenizer of a new model", ("characters", "bpe")
   ),
   vocab_size=setting(1024, "tokens of a new bpe tokenizer"),
-  data=_DATA,
-  model=_MODEL,
-  optim=_OPTIM,
+  data=section(
+    "texts",
+    name=setting("arithmetic", "data set; arithmetic is generated"),
+    path=setting("", "file, directory or glob pattern; huggingface: ORG/NAME"),
+    options=free_section("keyword arguments of the data set's load function"),
+    template=setting("{prompt}\n", "template of plain-text prompts"),
+    special_tokens=setting(
+      "text", "meaning of special tokens in texts", SPECIAL_TOKENS
+    ),
+    learn_prompts=setting(False, "loss on prompts, too"),
+  ),
+  model=section(
+    "model",
+    path=setting(
+      "", 'directory, .gguf file, embedded model or ORG/NAME; "" = from scratch'
+    ),
+    ignore_keys=setting((), "unknown keys of config.json to ignore"),
+    width=_count(128, "from scratch: width"),
+    layers=_count(4, "from scratch: number of layers"),
+    heads=_count(4, "from scratch: number of query heads"),
+    kv_heads=_count(2, "from scratch: number of key-value heads"),
+    mlp=_count(448, "from scratch: width of the MLP"),
+  ),
+  optim=section(
+    "optimizer",
+    learning_rate=_positive(2e-3, "learning rate of AdamW (embeddings, norms)"),
+    muon_learning_rate=_positive(2e-2, "learning rate of Muon (matrices)"),
+    warmup_steps=_not_negative(50, "warmup steps, fewer than steps"),
+    weight_decay=_not_negative(0.01, "weight decay of layers' matrices"),
+    max_grad_norm=_positive(1.0, "gradient clipping norm"),
+  ),
 )
 
 FLAGS = {"out": setting("", 'directory to write; "" = runs/NAME')}
@@ -342,14 +336,14 @@ def start(config: ConfigDict, source: pathlib.Path):
   return lm, params, stream
 
 
-def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
-  """Trains, then writes the model directory `out` atomically.
-
-  `command` is recorded in `out`/sft.json. SystemExit if training cannot start.
-  """
+def main(argv: list[str]) -> None:
+  """Runs the program with command line arguments `argv`."""
+  compilation.keep()
   with tempfile.TemporaryDirectory() as scratch:
     source = pathlib.Path(scratch)
     with command_line.usage_errors():
+      config, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
+      out = pathlib.Path(flags.out or pathlib.Path("runs") / config.name)
       validate(config)
       if out.exists():
         raise ValueError(
@@ -364,7 +358,7 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
     began = time.perf_counter()
     params, losses = fit(config, lm, params, stream)
     record = {
-      "command": command,
+      "command": " ".join(["python -m grpojax.sft", *argv]),
       "config": config.to_dict(),
       "seconds": time.perf_counter() - began,
       "losses": losses,
@@ -380,15 +374,6 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
     if out.exists():
       sys.exit(f"{out} exists by now: the trained model is in {whole}")
     whole.rename(out)
-
-
-def main(argv: list[str]) -> None:
-  """Runs the program with command line arguments `argv`."""
-  compilation.keep()
-  with command_line.usage_errors():
-    config, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
-  out = pathlib.Path(flags.out or pathlib.Path("runs") / config.name)
-  run(config, out, " ".join(["python -m grpojax.sft", *argv]))
   print(f"wrote {out}")
 
 

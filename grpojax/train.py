@@ -157,18 +157,17 @@ def final_lines(
 
   `run` is its path or URL, `directory` a local copy.
   """
-  model = f"{run_directory.MODEL}/"
   about = {
-    model: f" (of step {summary['model_step']}, Hugging Face format)",
+    f"{run_directory.MODEL}/": (
+      f" (of step {summary['model_step']}, Hugging Face format)"
+    ),
+    run_directory.REPORT: "",
+    run_directory.CURVE: "",
+    run_directory.METRICS: "",
+    run_directory.SAMPLES: "",
     run_directory.FAILURES: " (failed rewards)",
   }
-  names = [model, run_directory.REPORT, run_directory.CURVE]
-  names += [
-    run_directory.METRICS,
-    run_directory.SAMPLES,
-    run_directory.FAILURES,
-  ]
-  files = [x + about.get(x, "") for x in names if (directory / x).exists()]
+  files = [x + about[x] for x in about if (directory / x).exists()]
   duration = records.duration(summary["train_seconds"])
   return [
     *_gain(settings, summary),

@@ -2,6 +2,8 @@
 
 import socket
 
+import pytest
+
 from grpojax.runtime.files import records
 
 
@@ -15,6 +17,15 @@ def untimed(rows):
   """Rows without times."""
   timed = lambda name: "second" in name or "wall" in name
   return [{k: v for k, v in row.items() if not timed(k)} for row in rows]
+
+
+def refusal(program, *argv):
+  """The error message of a program that does not start."""
+  with pytest.raises(SystemExit) as caught:
+    program.main([*argv])
+  message = caught.value.code
+  assert isinstance(message, str) and message.startswith("error: ")
+  return message
 
 
 def free_port():

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax import evaluate, export, train
+from grpojax import export, train
 from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
 from grpojax.training.report import reporting
@@ -91,9 +91,3 @@ def test_a_run_without_improvement_finishes_early(
   # Without the limit the run continues to its last step.
   summary, *_ = trained(**options | {"stop.no_improvement": 0})
   assert summary["steps"] == 5 and summary["best_step"] == 4
-
-
-@pytest.mark.slow
-def test_best_needs_checkpoint_best(toy_task, toy_run):
-  with pytest.raises(SystemExit, match="error: --best: .* has no best"):
-    evaluate.main([f"--model={toy_run.directory}", "--best"])

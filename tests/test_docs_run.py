@@ -5,9 +5,7 @@ checks the unchanged commands.
 """
 
 import importlib
-import json
 import os
-import runpy
 import subprocess
 import sys
 
@@ -89,23 +87,3 @@ def sizes(program, model):
   elif program == "evaluate":
     settings = {"eval.num_prompts": 8, "eval.batch_size": 8}
   return [f"--config.{key}={value}" for key, value in settings.items()]
-
-
-@pytest.mark.slow
-def test_reasoning_gym_example_runs(tmp_path, monkeypatch, toy_model):
-  """The file in docs/data.md draws problems and scores them."""
-  pytest.importorskip("reasoning_gym")
-  monkeypatch.chdir(tmp_path)
-  page = lib.DOCS / "data.md"
-  lib.write_files(page, tmp_path)
-  (block,) = [b for b in lib.blocks(page) if "puzzles.py" in b.text and b.needs]
-  runpy.run_path("puzzles.py", run_name="__main__")
-  monkeypatch.syspath_prepend(str(tmp_path))
-  score = importlib.import_module("puzzles").score
-  for line in (tmp_path / "puzzles/test.jsonl").read_text().splitlines():
-    example = json.loads(line)
-    right, wrong = example["answer"], int(example["answer"]) + 1
-    assert score("", f"That is 1 + 1 ... = {right}.", example) == 1.0
-    assert score("", f"The answer is {wrong}.", example) < 1.0
-  for program, *argv in lib.commands(block):
-    run(program, sizes(program, toy_model) + argv)

@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from run_helpers import refusal
 
 from grpojax import evaluate
 from grpojax.core.decoding.sampling import Sampling
@@ -251,6 +252,7 @@ OWN = "reads only its own flags"
     ("MODEL --samples=2 --k=1,3", "1..2"),
     ("MODEL --k=one", "numbers like 1,2,4"),
     ("EMPTY", "no complete checkpoint"),
+    ("EMPTY --best", "has no best checkpoint"),
     ("MODEL --majority", "--majority need --samples"),
     (
       "MODEL --majority --samples=4 --config.reward.functions=length",
@@ -277,8 +279,5 @@ def test_errors_are_raised_before_sampling(
   words = words.replace("MODEL", f"--model={toy_model}")
   words = words.replace("EMPTY", f"--model={empty}").format(empty=empty)
   monkeypatch.setattr(evaluation, "evaluate", None)  # nothing is sampled
-  with pytest.raises(SystemExit) as caught:
-    evaluate.main(words.split())
-  message = caught.value.code
-  assert message.startswith("error: ") and text in message
-  assert "\n" not in message
+  message = refusal(evaluate, *words.split())
+  assert text in message and "\n" not in message

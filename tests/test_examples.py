@@ -1,5 +1,7 @@
 """The example programs compute the same as the library."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,6 @@ import pytest
 
 import grpojax
 from grpojax.examples import grpo_in_one_file as example
-from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 
 SIZES = {"BATCH_SIZE": 2, "GROUP_SIZE": 4, "COMPLETION_TOKENS": 6}
@@ -51,34 +52,9 @@ def test_one_file_equals_make_grpo_step(tiny, small):
 
 
 @pytest.mark.slow
-def test_one_file_prints_accuracies(small, capsys):
+def test_one_file_rewards_right_answers(small, capsys, monkeypatch):
+  monkeypatch.setattr(example, "BATCH_SIZE", 8)
+  monkeypatch.setattr(example, "COMPLETION_TOKENS", 64)
   example.main(1)
-  lines = capsys.readouterr().out.splitlines()
-  assert lines[0].startswith("step 0: 0% right")  # 6 tokens are too few
-  assert lines[1] == "held out: 0% -> 0% right"
-
-
-@pytest.mark.slow
-def test_one_file_rewards_correct_answers():
-  policy = policy_lib.load_policy(example.MODEL)
-  texts = [["#### 4", "2+2=4\n#### 5"], ["7", "#### 7"]]
-  encode = lambda text: [*policy.tokenizer.encode(text), policy.eos_ids[0]]
-  rows = [[encode(text) for text in group] for group in texts]
-  ids = np.full((2, 2, 20), policy.pad_id)
-  mask = np.zeros(ids.shape, bool)
-  for row, member in np.ndindex(2, 2):
-    tokens = rows[row][member]
-    ids[row, member, : len(tokens)] = tokens
-    mask[row, member, : len(tokens)] = True
-  examples = [{"answer": "4"}, {"answer": "7"}]
-  prompts = example.make_prompts(policy, [{"prompt": "1+2"}, {"prompt": "3"}])
-  samples = grpojax.Rollout(
-    prompts.prompt_ids, prompts.prompt_mask, ids, mask, None, mask.any(-1)
-  )
-  rewards = example.compute_rewards(policy, samples, examples)
-  np.testing.assert_array_equal(rewards, [[1, 0], [0, 1]])
-  shown = [
-    policy.tokenizer.decode(ids[mask])
-    for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
-  ]
-  assert shown == ["Q: 1+2\nA: ", "Q: 3\nA: "]
+  shares = re.findall(r"(\d+)%", capsys.readouterr().out)
+  assert len(shares) == 3 and all(0 < int(x) < 100 for x in shares)

@@ -14,6 +14,8 @@ import sys
 
 import pytest
 
+import grpojax
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpojax"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -104,3 +106,17 @@ def test_import_grpojax_loads_no_heavy_library():
   )
   assert result.returncode == 0, result.stderr
   assert result.stdout.strip() == "[]"
+
+
+def test_public_names_come_from_core_statistics_and_models():
+  assert len(grpojax.__all__) >= 22 and set(grpojax.__all__) <= set(
+    dir(grpojax)
+  )
+  for name in grpojax.__all__:
+    assert getattr(grpojax, name).__name__.rpartition(".")[2] == name
+  assert callable(grpojax.rollout) and callable(grpojax.losses.grpo_loss)
+  assert grpojax.core.batch.make_batch is grpojax.make_batch
+  with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+    _ = grpojax.nothing
+  parts = {module.split(".")[1] for module in grpojax._NAMES}
+  assert parts == {"core", "statistics", "models"}

@@ -7,6 +7,7 @@ import re
 import shutil
 
 import pytest
+from run_helpers import refusal
 
 from grpojax import sft
 from grpojax.data import texts as texts_lib
@@ -20,13 +21,6 @@ def config_with(**changes):
   config = sft.default_config()
   config.update(changes)
   return config
-
-
-def refusal(argv):
-  with pytest.raises(SystemExit) as caught:
-    sft.main(argv)
-  assert caught.value.code.startswith("error: ")
-  return caught.value.code
 
 
 def test_the_loss_falls_and_a_model_directory_is_written(toy_model):
@@ -126,8 +120,9 @@ def test_a_new_model_of_word_problems(tmp_path, capsys):
     assert tokenizer.decode(context).startswith("Q: ")
 
 
-@pytest.mark.parametrize("learn_prompts", [False, True])
-@pytest.mark.parametrize("form", ["document", "dialogue"])
+@pytest.mark.parametrize(
+  "form, learn_prompts", [("document", True), ("dialogue", False)]
+)
 def test_examples_are_encoded_in_the_format(form, learn_prompts, capsys):
   config = config_with(format=form, row_length=2000)
   config.data.update(name="gsm8k", path=str(PROBLEMS))
@@ -167,12 +162,12 @@ def test_unsuitable_texts_and_models_are_refused(tmp_path):
   problems = [f"--config.data.path={PROBLEMS}", "--config.data.name=gsm8k"]
   problems += [f"--out={tmp_path / 'out'}"]
   chat_model = "--config.model.path=arithmetic-instruct"
-  assert "use dialogue" in refusal([*problems, chat_model])
+  assert "use dialogue" in refusal(sft, *problems, chat_model)
   short = "model.width=16 model.layers=1 model.heads=2 tokenizer=bpe "
   short += "vocab_size=300 row_length=20"
   words = [f"--config.{word}" for word in short.split()]
-  assert "all 32 texts have more than 20" in refusal([*problems, *words])
-  assert "exists already" in refusal([f"--out={tmp_path}"])
+  assert "all 32 texts have more than 20" in refusal(sft, *problems, *words)
+  assert "exists already" in refusal(sft, f"--out={tmp_path}")
   assert not list(tmp_path.iterdir())
 
 
@@ -193,5 +188,5 @@ def test_unsuitable_texts_and_models_are_refused(tmp_path):
 )
 def test_invalid_settings_are_refused(word, text, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert text in refusal([word])
+  assert text in refusal(sft, word)
   assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from run_helpers import rows_of
+from run_helpers import refusal, rows_of
 
 from grpojax import evaluate, export, train
 from grpojax.data import arithmetic, datasets
@@ -57,15 +57,6 @@ def weights(directory):
   return by_path(hf.load_params(directory))
 
 
-def refusal(argv):
-  """Returns the error message of the program."""
-  with pytest.raises(SystemExit) as caught:
-    train.main(argv)
-  message = caught.value.code
-  assert isinstance(message, str) and message.startswith("error: ")
-  return message
-
-
 def test_a_run_writes_the_documented_files(toy_run):
   run = toy_run.directory
   assert {path.name for path in run.iterdir()} == FILES
@@ -108,14 +99,10 @@ def test_the_report_shows_the_finished_run(toy_run):
   (run,) = json.loads(data)["runs"]
   assert run["status"] == "finished, 8 of 8 steps"
   assert run["notes"] == [] and len(run["groups"]) == 16
-  assert run["gain"]["difference"] == 1.0
-  assert run["verdict"]["level"] == "good"
   assert "held-out accuracy 0.0% before, 100.0% after" in run["verdict"]["text"]
-  assert [run["heldOut"][when] for when in ("first", "last")] == [0, 8]
   for before, after in run["heldOut"]["pairs"]:
     assert before["prompt"] == after["prompt"]
     assert (before["reward"], after["reward"]) == (0, 1)
-  assert "c1" in run["curves"]
 
 
 def test_the_summary_has_the_first_and_last_evaluation(toy_run):
@@ -206,7 +193,7 @@ def test_an_error_leaves_no_run_directory(
       patch.setitem(datasets.DATASETS, "arithmetic", arithmetic.load)
     patch.setattr(fit, "fit", None)
     small = [] if "num_prompts" in word else toy.arguments(toy_model)
-    message = refusal([*small, word.format(root=HERE.parent)])
+    message = refusal(train, *small, word.format(root=HERE.parent))
   assert (REFUSED | REFUSED_LATER)[word] in message
   assert word not in REFUSED or "\n" not in message
   assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -267,31 +254,6 @@ def test_each_group_size_compiles_once(
     assert len(compiled) == times, name
 
 
-@pytest.fixture
-def broken_run(toy_run, tmp_path):
-  """A copy of an unfinished run with a changed file."""
-
-  def broken(name, text):
-    run = tmp_path / "run"
-    shutil.copytree(toy_run.directory, run)
-    (run / "summary.json").unlink()
-    (run / name).write_text(text((run / name).read_text()))
-    return run
-
-  return broken
-
-
-@pytest.mark.parametrize("line", ["not json", "[1, 2]", '{"step": null}'])
-def test_a_broken_line_of_metrics_is_named(
-  line, broken_run, toy_run, toy_task, monkeypatch
-):
-  run = broken_run("metrics.jsonl", lambda text: f"{text}{line}\n")
-  monkeypatch.setattr(fit, "fit", None)
-  message = refusal([*toy_run.argv, f"--run_dir={run}"])
-  assert f"{run}/metrics.jsonl, line 13: " in message
-  assert "\n" not in message
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "before, after, text",
@@ -303,18 +265,16 @@ def test_a_broken_line_of_metrics_is_named(
   ],
 )
 def test_a_damaged_config_is_reported_without_traceback(
-  before, after, text, broken_run, toy_run, toy_task, tmp_path
+  before, after, text, toy_run, toy_task, tmp_path
 ):
-  change = lambda config: re.sub(before, after, config, flags=re.DOTALL)
-  run = broken_run("config.json", change)
-  assert "config" in refusal([*toy_run.argv, f"--run_dir={run}"])
-  for main, words in (
-    (evaluate.main, [f"--model={run}"]),
-    (export.main, [str(run), f"--out={tmp_path}/out"]),
-  ):
-    with pytest.raises(SystemExit, match="^error: ") as caught:
-      main(words)
-    assert text in caught.value.code
+  run = shutil.copytree(toy_run.directory, tmp_path / "run")
+  (run / "summary.json").unlink()
+  config = (run / "config.json").read_text()
+  config = re.sub(before, after, config, flags=re.DOTALL)
+  (run / "config.json").write_text(config)
+  assert "config" in refusal(train, *toy_run.argv, f"--run_dir={run}")
+  assert text in refusal(evaluate, f"--model={run}")
+  assert text in refusal(export, str(run), f"--out={tmp_path}/out")
   assert not (tmp_path / "out").exists()
 
 

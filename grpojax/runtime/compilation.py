@@ -49,15 +49,6 @@ def announced(tell: Callable[[str], None]) -> Iterator[None]:
     _listeners.remove(tell)
 
 
-def _machine() -> str:
-  """Returns a hash of the CPU's features, on which compiled programs depend."""
-  features = platform.machine()
-  with contextlib.suppress(OSError):
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    features += next((x for x in lines if x.startswith("flags")), "")
-  return hashlib.sha256(features.encode()).hexdigest()[:12]
-
-
 @functools.cache
 def _warn_once() -> None:
   """Replaces JAX's cache warnings, repeated for each program, by one line."""
@@ -89,8 +80,14 @@ def keep() -> None:
   enabled = config.jax_enable_compilation_cache
   if config.jax_compilation_cache_dir or not enabled:
     return
+  # Compiled programs depend on the CPU's features.
+  features = platform.machine()
+  with contextlib.suppress(OSError):
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    features += next((x for x in lines if x.startswith("flags")), "")
+  machine = hashlib.sha256(features.encode()).hexdigest()[:12]
   with contextlib.suppress(OSError, RuntimeError):  # JAX warns of them
-    path = disk.user_cache() / "xla" / _machine()
+    path = disk.user_cache() / "xla" / machine
     config.update("jax_compilation_cache_dir", str(path))
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = sorted((file.stat().st_atime, file) for file in path.iterdir())

@@ -15,8 +15,7 @@ from chats import GEMMA  # noqa: E402
 QWEN = chats.chat(
   "{% if m.role != 'system' %}" + chats.START + "{{ c + '<|im_end|>\n' }}"
   "{% endif %}",
-  chats.ASK + "{% if enable_thinking is defined and not enable_thinking %}"
-  "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+  chats.ASK,
   "<|im_start|>system\n{{ messages[0].content if messages[0].role == 'system' "
   "else 'You are Qwen.' }}{{ '<|im_end|>\n' }}",
 )
@@ -92,14 +91,6 @@ def test_messages_keep_one_system_message():
   for template in (QWEN, GEMMA):  # an example's system message
     text = tokenizers.format_prompt(make(template), turns, **system)
     assert "Be long." in text and "Be brief." not in text
-
-
-def test_template_options():
-  options = {"enable_thinking": False}
-  tokenizer = make(QWEN)
-  plain = tokenizers.format_prompt(tokenizer, "1+1?")
-  text = tokenizers.format_prompt(tokenizer, "1+1?", template_options=options)
-  assert text == plain + "<think>\n\n</think>\n\n"
 
 
 TWICE = {"prompt": TURNS[:1] * 2}

@@ -107,27 +107,21 @@ def test_another_model_is_refused_by_name(tmp_path):
       checkpoint.restore_policy(ckptr, like)
 
 
-def test_an_unfinished_save_is_ignored_and_removed(tmp_path):
+def test_unfinished_saves_and_deletions_are_ignored_and_removed(tmp_path):
   nothing = checkpoint.open_checkpointer(tmp_path / "nothing", readonly=True)
   with pytest.raises(ValueError, match="no checkpoints"), nothing:
     pass
-  folder = _saved(tmp_path, 1)
+  folder = _saved(tmp_path, 1, 2)
   torn = folder / "5.orbax-checkpoint-tmp"
-  shutil.copytree(folder / "1", torn)
+  shutil.copytree(folder / "2", torn)
   for file in torn.rglob("manifest.ocdbt"):
     file.unlink()
-  _assert_resumes(folder, 1, readonly=True)
-  assert torn.exists()  # it may be another process's save
-  _assert_resumes(folder, 1)
-  assert os.listdir(folder) == ["1"]
-
-
-@pytest.mark.slow
-def test_a_half_deleted_checkpoint_is_ignored(tmp_path):
-  folder = _saved(tmp_path, 1, 2)
   shutil.rmtree(folder / "1" / "state")
   (folder / "1" / "_CHECKPOINT_METADATA").unlink()
+  _assert_resumes(folder, 2, readonly=True)
+  assert torn.exists()  # it may be another process's save
   _assert_resumes(folder, 2)
+  assert not torn.exists()
   _assert_resumes(_saved(folder, 3), 3)
   assert sorted(os.listdir(folder)) == ["2", "3"]
 
@@ -314,8 +308,6 @@ def test_parameters_are_saved_once(tmp_path):
   with _no_file_larger_than(2000):
     with pytest.raises(disk.WriteFailed, match="reference could not be saved"):
       checkpoint.save_params(path, params)
-  with pytest.raises(ValueError, match="does not exist"):
-    checkpoint.restore_params(path, {"a": jnp.ones(2)})
   checkpoint.save_params(path, {"a": jnp.arange(3.0)})
   checkpoint.save_params(path, {"a": jnp.zeros(3)})
   loaded = checkpoint.restore_params(path, {"a": jnp.zeros(3)})

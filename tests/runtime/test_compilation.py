@@ -1,8 +1,8 @@
 """Reports, times and cache of compilations."""
 
-import fcntl
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -26,6 +26,11 @@ def test_long_programs_are_reported_and_all_are_timed():
   jax.jit(update)(jnp.ones(4))
   assert lines == ["compiling update"]
   assert len(seconds) >= before + 3 and min(seconds) >= 0
+
+
+def is_one_warning(text):
+  form = "warning: compiled programs in .*JAX_COMPILATION_CACHE_DIR to another"
+  return re.fullmatch(f"{form}\n", text)
 
 
 def compile_two(tmp_path, **environment):
@@ -54,45 +59,27 @@ def compile_two(tmp_path, **environment):
 @pytest.mark.parametrize(
   "environment, expected",
   [
-    ({}, ".cache/grpojax/xla/"),
     ({"JAX_ENABLE_COMPILATION_CACHE": "0"}, "None"),
     ({"JAX_COMPILATION_CACHE_DIR": "/tmp"}, "/tmp"),
+    ({"JAX_COMPILATION_CACHE_DIR": __file__}, __file__),  # no directory
+    ({"XDG_CACHE_HOME": __file__}, f"{__file__}/grpojax/xla/"),
   ],
 )
 def test_the_cache_can_be_moved_and_disabled(environment, expected, tmp_path):
   path, warnings = compile_two(tmp_path, **environment)
-  assert path.startswith(expected) and not warnings
+  assert path.startswith(expected)
+  assert is_one_warning(warnings) if __file__ in path else not warnings
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "name", ["JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"]
-)
-def test_an_unusable_directory_is_one_warning(name, tmp_path):
-  (tmp_path / "file").touch()
-  _, warning = compile_two(tmp_path, **{name: str(tmp_path / "file")})
-  assert warning.startswith("warning: compiled programs in ")
-  assert warning.endswith("COMPILATION_CACHE_DIR to another\n")
-  assert warning.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_damaged_and_locked_programs_are_one_warning(tmp_path):
-  path = tmp_path / compile_two(tmp_path)[0]
-  first, *others = sorted(path.glob("*-cache"))
-  assert others
-  for file in path.iterdir():
+def test_damaged_programs_are_one_warning(tmp_path):
+  path, warnings = compile_two(tmp_path)
+  assert path.startswith(".cache/grpojax/xla/") and not warnings
+  files = [*(tmp_path / path).iterdir()]
+  assert len(files) > 1
+  for file in files:
     os.truncate(file, file.stat().st_size // 2)
-  _, warning = compile_two(tmp_path)
-  assert warning.startswith("warning: ") and warning.count("\n") == 1
-  first.unlink()
-  for file in path.glob("*-atime"):  # as after a kill
-    file.unlink()
-  with open(path / ".lockfile", "w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    _, warning = compile_two(tmp_path)
-  assert "could not be acquired" not in warning
-  assert first.exists()
+  assert is_one_warning(compile_two(tmp_path)[1])
 
 
 def test_the_oldest_programs_are_deleted(tmp_path, monkeypatch):

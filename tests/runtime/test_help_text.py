@@ -7,6 +7,7 @@ import pytest
 
 from grpojax import __main__ as entry
 from grpojax import train
+from grpojax.core.options import refusal
 from grpojax.runtime.cli import settings
 from grpojax.runtime.cli.config import flatten
 from grpojax.runtime.cli.settings import Section, described
@@ -40,10 +41,13 @@ def test_help_of_every_program_has_every_setting(name, capsys, monkeypatch):
     value = settings.value_text(value)
     assert squeezed(f"{typed}={value} {described(one)}") in words, typed
     assert any(x.startswith(f"  {typed}={value}") for x in lines), typed
+    assert len(one.text) > 4 and not re.search(r"\n|\.$", one.text), typed
+    is_flag = typed.removeprefix("--") in program.FLAGS
+    assert is_flag or refusal(one, one.default) is None, typed
   for part, one in settings.sections(declared).items():
     title = f"--config.{part}.KEY=... {one.text}"
     title = title if one.free else f"{part}: {one.text}"
-    assert squeezed(title) in words, part
+    assert one.text and squeezed(title) in words, part
   assert program.__doc__.splitlines()[0] == lines[0]
   wraps = {x for x in lines if " " in x.strip()}
   wraps -= {*program.__doc__.splitlines()}

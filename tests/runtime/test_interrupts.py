@@ -72,14 +72,11 @@ def test_signals_in_destructors_are_recorded(ctrl_c):
   assert done == [0, 1] and came == [signal.SIGINT] * 2
 
 
-def test_ctrl_c_stays_ignored():
+def test_deferred_signals_arrive_at_the_end(ctrl_c):
   with interrupts.handled(signal.SIG_IGN, signal.SIGINT):
     with interrupts.deferred(*interrupts.BOTH) as came:
       send(signal.SIGINT)
       assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN and not came
-
-
-def test_deferred_signals_arrive_at_the_end(ctrl_c):
   with pytest.raises(KeyboardInterrupt):
     with interrupts.deferred(*interrupts.BOTH) as came:
       send(signal.SIGINT)

@@ -8,7 +8,6 @@ import pytest
 from ml_collections import ConfigDict
 
 from grpojax import __main__ as entry
-from grpojax.core.options import refusal
 from grpojax.runtime.cli import settings as settings_lib
 from grpojax.runtime.cli.config import flatten
 from grpojax.runtime.cli.settings import Section, free_section, section, setting
@@ -24,19 +23,6 @@ TREE = section(
     options=free_section("any"),
   ),
 )
-
-
-@pytest.mark.parametrize("name", entry.programs())
-def test_every_setting_has_a_description_and_a_valid_default(name):
-  program = importlib.import_module(f"grpojax.{name}")
-  declared = program.SETTINGS or Section("", {})
-  settings = dict(settings_lib.flat_settings(declared))
-  for path, one in (settings | program.FLAGS).items():
-    assert len(one.text) > 4 and not one.text.endswith("."), path
-    assert "\n" not in one.text, path
-    assert path in program.FLAGS or refusal(one, one.default) is None, path
-  for path, one in settings_lib.sections(declared).items():
-    assert one.text, path
 
 
 def test_defaults_become_a_config():

@@ -78,22 +78,16 @@ def test_a_tracker_that_cannot_open_closes_all(two, monkeypatch):
   assert two["good"].closed == 1
 
 
-@pytest.mark.parametrize(
-  "name, message",
-  [
-    ("mlflow", "give tensorboard or wandb, or a function"),
-    (f"{__file__}:opens", "has no function 'opens'"),
-    ("nowhere.py:open_run", "nowhere.py"),
-  ],
-)
-def test_unknown_trackers(name, message):
-  with pytest.raises(ValueError, match=f"log.trackers = .*{message}"):
-    trackers.opener(name)
-
-
-def test_a_users_tracker(tmp_path):
+def test_trackers_are_named_or_functions_of_the_user(tmp_path):
   (tmp_path / "mine.py").write_text("def open_run(run):\n  return run.name\n")
   assert trackers.opener(f"{tmp_path}/mine.py:open_run")(RUN) == "mine"
+  for name, message in (
+    ("mlflow", "give tensorboard or wandb, or a function"),
+    (f"{tmp_path}/mine.py:opens", "has no function 'opens'"),
+    ("nowhere.py:open_run", "nowhere.py"),
+  ):
+    with pytest.raises(ValueError, match=f"log.trackers = .*{message}"):
+      trackers.opener(name)
 
 
 def test_tensorboard_tags_and_purge(tmp_path):

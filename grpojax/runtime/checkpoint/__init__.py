@@ -297,8 +297,5 @@ def save_params(path: str | os.PathLike, params: Params) -> None:
 
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
   """Loads parameters from `save_params`, like `restore`."""
-  path = _absolute(path)
-  if not path.exists():
-    raise ValueError(f"{path} does not exist: save_params comes first")
   advice = "delete that directory: the same command writes it again"
-  return stored_arrays.load(path, params, advice)
+  return stored_arrays.load(_absolute(path), params, advice)

@@ -192,12 +192,9 @@ def load(
 ) -> PyTree:
   """Loads and verifies a tree, saved with the metadata of `describe`.
 
-  Args:
-    path: path of a checkpoint.
-    like: arrays, or `jax.ShapeDtypeStruct`s. The pending rollout of a
-      `TrainState` gets the saved size, and the sharding of the step.
-    advice: remedy for damage, in the ValueError.
-    partial: True to read only the entries in the dict `like`.
+  Leaves of `like` are arrays or `jax.ShapeDtypeStruct`s. The pending rollout of
+  a `TrainState` gets the saved size, and the sharding of the step. `advice` is
+  the remedy for damage; `partial` loads only the entries of the dict `like`.
   """
   is_state = dataclasses.is_dataclass(like)
   with _damage(path, advice):

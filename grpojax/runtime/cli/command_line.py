@@ -49,14 +49,6 @@ def usage_errors() -> Iterator[None]:
     raise SystemExit(printable(f"error: {text}")) from None
 
 
-def _literal(text: str) -> Any:
-  """Parses a number, a tuple, ..., or else returns the text itself."""
-  try:
-    return ast.literal_eval(text)
-  except (SyntaxError, TypeError, ValueError):
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
 def _typed(text: str, default: Any) -> Any:
   """Parses a value of the default's type; raises an error if it is wrong."""
   if isinstance(default, str):
@@ -79,7 +71,11 @@ def _typed(text: str, default: Any) -> Any:
 def _value(name: str, text: str, flag: Option | None) -> Any:
   """Parses a flag's value; without `flag`, of any type for a free section."""
   if flag is None:
-    if isinstance(value := _literal(text), dict):
+    try:
+      value = ast.literal_eval(text)
+    except (SyntaxError, TypeError, ValueError):
+      return {"true": True, "false": False}.get(text.lower(), text)
+    if isinstance(value, dict):
       raise ValueError(f"--{name}: set its fields, --{name}.KEY=...")
     return value
   if text in flag.words:

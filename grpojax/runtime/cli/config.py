@@ -10,14 +10,12 @@ import flax.traverse_util
 from ml_collections import ConfigDict
 
 
-def names(config: ConfigDict, prefix: str = "") -> list[str]:
+def names(config: ConfigDict) -> set[str]:
   """Returns the dotted names of a config's values and sections."""
-  below = []
-  for key, value in config.items():
-    below.append(f"{prefix}{key}")
-    if isinstance(value, ConfigDict):
-      below += names(value, f"{prefix}{key}.")
-  return below
+  flat = flax.traverse_util.flatten_dict(
+    config.to_dict(), keep_empty_nodes=True
+  )
+  return {".".join(path[:i]) for path in flat for i in range(1, len(path) + 1)}
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:

@@ -26,11 +26,12 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
   try:
     yield
   except (Exception, SystemExit) as error:
-    file = _real(path)
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.lineno for f in frames if _real(f.filename) == file]
-    if isinstance(error, SyntaxError) and _real(error.filename) == file:
-      lines.append(error.lineno)
+    places = [(frame.filename, frame.lineno) for frame in frames]
+    if isinstance(error, SyntaxError):
+      places.append((error.filename or "", error.lineno))
+    real = os.path.realpath
+    lines = [line for file, line in places if real(file) == real(path)]
     place = f"{path}, line {lines[-1]}" if lines else path
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if key := re.search(r'Key "(\w+)" does not exist', text):
@@ -45,10 +46,6 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
     raise ValueError(f"{place}: {text}") from error
   finally:
     sys.stdin = before
-
-
-def _real(path: str | None) -> str:
-  return os.path.realpath(path or "")
 
 
 def packaged() -> dict[str, str]:

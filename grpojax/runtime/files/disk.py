@@ -72,16 +72,6 @@ def _existing(path: pathlib.Path) -> pathlib.Path:
   return next(x for x in (path, *path.parents) if os.path.lexists(x))
 
 
-def _append(file: pathlib.Path) -> None:
-  with open(file, "ab") as opened:
-    opened.write(b"1")
-
-
-def _lock(file: pathlib.Path) -> None:
-  with open(file, "r+b") as opened:  # NFS locks only files open for writing
-    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
   """Raises ValueError if a directory lacks an operation that runs need.
 
@@ -95,20 +85,23 @@ def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
     file, other = folder / "file", folder / "other"
     file.write_bytes(b"0")
     other.write_bytes(b"0")
-    for operation, attempt in (
-      ("append to files", lambda: _append(file)),
-      ("lock files", lambda: _lock(file)),
-      ("replace files", lambda: os.replace(other, file)),
-      ("rename directories", lambda: folder.rename(f"{folder}.new")),
-    ):
-      try:
-        attempt()
-      except OSError as error:
-        raise ValueError(
-          f"{flag}={path} cannot keep a run: its file system cannot "
-          f"{operation} ({error.strerror}). Use a local disk or a mount listed "
-          "in docs/hosts.md"
-        ) from error
+    try:
+      operation = "append to files"
+      with open(file, "ab") as opened:
+        opened.write(b"1")
+      operation = "lock files"
+      with open(file, "r+b") as opened:  # NFS locks only files open for writing
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      operation = "replace files"
+      os.replace(other, file)
+      operation = "rename directories"
+      folder.rename(f"{folder}.new")
+    except OSError as error:
+      raise ValueError(
+        f"{flag}={path} cannot keep a run: its file system cannot {operation} "
+        f"({error.strerror}). Use a local disk or a mount listed in "
+        "docs/hosts.md"
+      ) from error
 
 
 def check_writable(path: str | os.PathLike, flag: str) -> None:

@@ -23,7 +23,6 @@ CONFIG = ("config.json", hf.ADAPTER)  # the second to refuse adapters
 TEXTS = (*hf.COMPANIONS, hf.ADAPTER)
 WHOLE = (*TEXTS, "model*.safetensors", "model.safetensors.index.json")
 
-BRANCH = "main"
 _SMALL = {"model": CONFIG, "dataset": ("README.md",)}  # fetched for a commit
 KINDS = tuple(_SMALL)
 SAY_EVERY = 10.0  # seconds between two lines about a download
@@ -36,7 +35,7 @@ class Name(NamedTuple):
   """Name and revision of a repository on the Hub."""
 
   id: str
-  revision: str = BRANCH
+  revision: str = "main"
 
   def __str__(self) -> str:
     return f"{self.id}@{self.revision}"
@@ -50,7 +49,7 @@ def parse(text: str | os.PathLike) -> Name | None:
     return None
   if match[1].lower().endswith(".gguf"):  # a local file
     return None
-  return Name(match[1], match[2] or BRANCH)
+  return Name(*filter(None, match.groups()))
 
 
 def is_commit(revision: str) -> bool:

@@ -22,15 +22,13 @@ def _plain(value: Any) -> Any:
     return {str(key): _plain(item) for key, item in value.items()}
   if isinstance(value, (list, tuple)):
     return [_plain(item) for item in value]
-  if value is None or isinstance(value, (str, bool, int)):
-    return value
   if isinstance(value, os.PathLike):
     return os.fspath(value)
   if isinstance(value, float):
     return float(value) if math.isfinite(value) else None
   if hasattr(value, "dtype"):  # NumPy and JAX arrays and scalars
     return _plain(np.asarray(value).tolist())
-  return value  # json raises an error
+  return value  # json raises an error if it does not know the type
 
 
 @contextlib.contextmanager

@@ -88,14 +88,12 @@ def joined(
         ) from error
       # A single TPU host (Colab's) may have no metadata server.
       _say(f"running as one process: {str(error).splitlines()[0]}")
-  if not jax.distributed.is_initialized():
-    yield
-    return
   with contextlib.ExitStack() as stack:
     if not is_main():
       devnull = stack.enter_context(open(os.devnull, "w"))
       stack.enter_context(contextlib.redirect_stdout(devnull))
-    stack.enter_context(_ending_together())
+    if jax.distributed.is_initialized():
+      stack.enter_context(_ending_together())
     yield
 
 
@@ -337,11 +335,10 @@ def gather(value: Any) -> list[Any]:
 
 def on_main(function: Callable[[], Any]) -> Any:
   """Calls a function in process 0; all processes return its JSON value."""
-  if not several():
-    return function()
   value = None
   with agreed():
-    value = function() if is_main() else None
+    if is_main():
+      value = function()
   return gather(value)[0]
 
 

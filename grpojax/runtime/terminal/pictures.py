@@ -85,7 +85,17 @@ def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
   values = [math.nan if row[key] is None else row[key] for row in rows]
   axes.plot(steps, values, marker="." if len(rows) < 30 else "")
   if key == "optimal_group_size":
-    _draw_sizes(axes, steps, rows, key)
+    # Intervals of the best group size, and the run's group size.
+    sizes = [row["group_size"] for row in rows]
+    axes.plot(steps, sizes, "--", label="of this run")
+    axes.legend(fontsize=8)
+    top = max([4 * max(sizes), *(2 * row[key] for row in rows if row[key])])
+    low = [row.get(f"{key}_low") for row in rows]
+    high = [min(row.get(f"{key}_high") or top, top) for row in rows]
+    axes.vlines(steps, low, high, alpha=0.4)
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(1, top)
+    axes.yaxis.set_major_formatter("{x:.0f}")
   elif key == "accuracy":
     axes.set_ylim(0, 1.02)
     band = [r for r in rows if r.get("accuracy_low") is not None]
@@ -93,17 +103,3 @@ def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
     axes.fill_between([r["step"] for r in band], *ends, alpha=0.25)
   elif key == "completion_length_mean":
     axes.set_ylim(bottom=0)
-
-
-def _draw_sizes(axes, steps: list[int], rows: list[dict], key: str) -> None:
-  """Draws the intervals of the best group size, and the run's group size."""
-  sizes = [row["group_size"] for row in rows]
-  axes.plot(steps, sizes, "--", label="of this run")
-  axes.legend(fontsize=8)
-  top = max([4 * max(sizes), *(2 * row[key] for row in rows if row[key])])
-  low = [row.get(f"{key}_low") for row in rows]
-  high = [min(row.get(f"{key}_high") or top, top) for row in rows]
-  axes.vlines(steps, low, high, alpha=0.4)
-  axes.set_yscale("log", base=2)
-  axes.set_ylim(1, top)
-  axes.yaxis.set_major_formatter("{x:.0f}")

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from grpojax.runtime.files.records import duration
 
-QUIET = 10.0
-"""Seconds between two lines of an evaluation's progress."""
+QUIET = 10.0  # seconds between two lines of an evaluation's progress
 
 
 def printable(text: str) -> str:

@@ -20,8 +20,6 @@ from grpojax.runtime.processes import user_calls
 from grpojax.runtime.terminal.screen import printable
 
 TENSORBOARD = "tensorboard"
-PROJECT = "grpojax"
-"""Default project or experiment of a run."""
 
 
 class TrackedRun(NamedTuple):
@@ -81,7 +79,7 @@ def wandb(run: TrackedRun) -> Tracker:
   import wandb as library
 
   opened = library.init(
-    project=os.environ.get("WANDB_PROJECT", PROJECT),
+    project=os.environ.get("WANDB_PROJECT", "grpojax"),
     name=run.name,
     id=run.id or secrets.token_hex(8),
     resume="allow",
@@ -97,14 +95,13 @@ def wandb(run: TrackedRun) -> Tracker:
   return Tracker(log, opened.finish, opened.id)
 
 
+# Functions that open a run, by the tracker's name.
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
   TENSORBOARD: tensorboard,
   "wandb": wandb,
 }
-"""Functions that open a run, by the tracker's name."""
-
+# Packages that they import.
 PACKAGES = {TENSORBOARD: "tensorboardX", "wandb": "wandb"}
-"""Packages that the trackers import."""
 
 
 def opener(name: str) -> Callable[[TrackedRun], Tracker]:
@@ -132,18 +129,6 @@ def opener(name: str) -> Callable[[TrackedRun], Tracker]:
   return open_run
 
 
-def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-  """Returns the finite numbers of a row by name, without its step."""
-  numbers = {}
-  for name, value in row.items():
-    if name == "step" or isinstance(value, bool | str):
-      continue
-    with contextlib.suppress(TypeError, ValueError):  # no number
-      if math.isfinite(number := float(value)):
-        numbers[name] = number
-  return numbers
-
-
 def open_all(
   names: Sequence[str], run: TrackedRun, ids: Mapping[str, str]
 ) -> tuple[dict[str, Tracker], dict[str, str]]:
@@ -167,8 +152,14 @@ def open_all(
 
 
 def log_all(opened: dict, step: int, row: Mapping[str, Any]) -> None:
-  """Logs a row in all trackers; reports and removes failing trackers."""
-  numbers = numbers_of(row)
+  """Logs a row's finite numbers; reports and removes failing trackers."""
+  numbers = {}
+  for name, value in row.items():
+    if name == "step" or isinstance(value, bool | str):
+      continue
+    with contextlib.suppress(TypeError, ValueError):  # no number
+      if math.isfinite(number := float(value)):
+        numbers[name] = number
   for name, tracker in list(opened.items()):
     try:
       tracker.log(step, numbers)
