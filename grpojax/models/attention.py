@@ -216,9 +216,8 @@ def two_part_attention(
   if slots:
     together = q.shape[2] // slots[0].keys.shape[2]
     masks = cache.split(slot_mask, slots)
-    axes = cache.SLOT_AXES[:2]
     parts = [
-      _Keys(keys, values, mask, axes, *scales)
+      _Keys(keys, values, mask, cache.SLOT_AXES, *scales)
       for (keys, values, *scales), mask in zip(slots, masks, strict=True)
     ]
   else:

@@ -13,12 +13,12 @@ from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, free_axes
 from grpojax.models import cache, quantization
 from grpojax.models.attention import Visibility, rms_norm, two_part_attention
+from grpojax.models.block_attention import RowAttention
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.cpu import matmul
 from grpojax.models.moe import expert_load, mixture
 from grpojax.models.rope import RotaryTable, rotate
-from grpojax.models.row_attention import RowAttention
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -56,7 +56,7 @@ class TokenContext(NamedTuple):
 
   tables: tuple[RotaryTable, ...]  # for each of the configuration's `ropes`
   # True if query i sees key j, broadcastable to [B, G, K, R, S, S]; None for
-  # long rows (`row_attention`).
+  # long rows (`block_attention`).
   mask: Bool[Array, "..."] | None
   positions: Int[Array, "B G S"]  # in the whole sequence
   # True on real prompt tokens; None if the tokens are a prompt.
@@ -246,11 +246,7 @@ def block(
   slots: tuple[Slots, ...] | None,
   row_attention: RowAttention | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, Routed]:
-  """Applies a decoder layer, with a window if it is `local`.
-
-  Returns the new hidden states, the tokens' keys and values, and the router's
-  results.
-  """
+  """Applies a decoder layer, with a window if it is `local`."""
   attention = functools.partial(
     attend, config, local, context, prompt, slots, row_attention
   )

@@ -27,7 +27,6 @@ from grpojax.models.huggingface import weights, weights_out
 # Matrices with adapters.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", *EXPERTS)
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
@@ -187,12 +186,11 @@ def save_peft(
   layout, modules = {}, set()
   for leaf_path, array in sorted(flat.items()):
     target, side = leaf_path.rsplit("/", 1)
-    base_leaf = base_layout[target]
-    matrices = [x.removesuffix(".weight") for x in base_leaf.names]
+    stored = base_layout[target]
+    matrices = [x.removesuffix(".weight") for x in stored.names]
     suffix = f"lora_{side.upper()}.weight"
     names = tuple(f"base_model.model.{x}.{suffix}" for x in matrices)
-    leaf = weights.Leaf(names, array.shape, base_leaf.stacked, True)
-    layout[leaf_path] = leaf
+    layout[leaf_path] = weights.Leaf(names, array.shape, stored.stacked, True)
     modules.add(matrices[0].rpartition(".")[2])
   peft_config = {
     "peft_type": "LORA",
@@ -208,5 +206,6 @@ def save_peft(
     "inference_mode": True,
   }
   with weights_out.new_directory(path) as partial:
-    (partial / CONFIG).write_text(json.dumps(peft_config, indent=2) + "\n")
-    weights_out.write(partial, layout, flat, dtype, single=WEIGHTS)
+    (partial / hf.ADAPTER).write_text(json.dumps(peft_config, indent=2) + "\n")
+    file = "adapter_model.safetensors"
+    weights_out.write(partial, layout, flat, dtype, single=file)
