@@ -214,26 +214,27 @@ def layer_of(
   y = norm(x, layer["attn_norm"]).astype(dtype)
   out, aux = attention(_heads(c, y, layer, table))
   y = _project(checkpoint_name(out, SAVED), layer, "o")
-  y, mesh = constrain(y, "batch", "group"), jax.sharding.get_abstract_mesh()
+  y = constrain(y, "batch", "group")
+  mesh = jax.sharding.get_abstract_mesh()
   if y.shape[2] == 1 and "tensor" in free_axes(mesh):
     # In decoding, XLA:TPU would otherwise convert y first and send float32.
     y = jax.lax.optimization_barrier(y)
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   x = checkpoint_name(x, SAVED)
-  y, routed = norm(x, layer["mlp_norm"]), Routed(None, None)
+  y = norm(x, layer["mlp_norm"])
+  load = experts = None
   if c.experts:
-    load, weights = None, routing.load_weights
+    weights = routing.load_weights
     if weights is not None:
       load = expert_load(y, layer["router"], c.experts_per_token, weights)
     activation = ACTIVATIONS[c.activation]
     y, experts = mixture(c, y, layer, activation, routing.replayed)
-    routed = Routed(load, experts)
   else:
     y = _mlp(c, y, layer)
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y)
-  return x, aux, routed
+  return x, aux, Routed(load, experts)
 
 
 def block(

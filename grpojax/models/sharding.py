@@ -294,7 +294,8 @@ class RowShards(NamedTuple):
 
 def row_shards(prompts: int, group_size: int) -> RowShards | None:
   """Returns the layout of [B, G, ...]; None if an axis divides neither."""
-  axes, size = _row_axes(), (prompts, group_size)
+  axes = _row_axes()
+  size = prompts, group_size
   rules = (mesh_lib.ACTIVATIONS["batch"], mesh_lib.ACTIVATIONS["group"])
   shape, index = [], {}
   for count, names in zip(size, divide(size, rules, axes), strict=True):

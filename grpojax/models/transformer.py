@@ -81,9 +81,9 @@ def _draw_parts(
   """Draws tokens by the TPU kernel, split over rows and vocabulary."""
   from grpojax.models.decoding_kernels import draw_parts  # Pallas is slow
 
-  mesh, shape = jax.sharding.get_abstract_mesh(), hidden.shape[:2]
-  names = "batch", "group", "vocabulary"
-  spec = activation_spec(mesh, (*shape, config.vocab_size), names)
+  mesh = jax.sharding.get_abstract_mesh()
+  shape = *hidden.shape[:2], config.vocab_size
+  spec = activation_spec(mesh, shape, ("batch", "group", "vocabulary"))
 
   def logits_of(x):
     return soft_cap(x, config.logits_cap) * (1 / temperature)
