@@ -211,18 +211,17 @@ def two_part_attention(
   factor of the logits, 1 / sqrt(E) by default; they are capped before masking.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  shape, unit, parts = q.shape, "", []
+  shape = q.shape
+  unit = "" if slots else cpu.unit_axes(shape[:4], _QUERY_AXES[:4])
   together = 1
+  parts = []
   if slots:
     together = q.shape[2] // slots[0].keys.shape[2]
     masks = cache.split(slot_mask, slots)
-    axes = cache.SLOT_AXES[:2]
     parts = [
-      _Keys(keys, values, mask, axes, *scales)
+      _Keys(keys, values, mask, cache.SLOT_AXES, *scales)
       for (keys, values, *scales), mask in zip(slots, masks, strict=True)
     ]
-  else:
-    unit = cpu.unit_axes(q.shape[:4], _QUERY_AXES[:4])
   q = cpu.squeeze(q, _QUERY_AXES, unit)
   keys, values = (cpu.squeeze(x, cache.ROW_AXES, unit) for x in row)
   if row_mask.ndim == len(shape):

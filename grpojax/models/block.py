@@ -13,12 +13,12 @@ from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, free_axes
 from grpojax.models import cache, quantization
 from grpojax.models.attention import Visibility, rms_norm, two_part_attention
+from grpojax.models.block_attention import RowAttention
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.cpu import matmul
 from grpojax.models.moe import expert_load, mixture
 from grpojax.models.rope import RotaryTable, rotate
-from grpojax.models.row_attention import RowAttention
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -56,7 +56,7 @@ class TokenContext(NamedTuple):
 
   tables: tuple[RotaryTable, ...]  # for each of the configuration's `ropes`
   # True if query i sees key j, broadcastable to [B, G, K, R, S, S]; None for
-  # long rows (`row_attention`).
+  # long rows (`block_attention`).
   mask: Bool[Array, "..."] | None
   positions: Int[Array, "B G S"]  # in the whole sequence
   # True on real prompt tokens; None if the tokens are a prompt.
@@ -214,26 +214,27 @@ def layer_of(
   y = norm(x, layer["attn_norm"]).astype(dtype)
   out, aux = attention(_heads(c, y, layer, table))
   y = _project(checkpoint_name(out, SAVED), layer, "o")
-  y, mesh = constrain(y, "batch", "group"), jax.sharding.get_abstract_mesh()
+  y = constrain(y, "batch", "group")
+  mesh = jax.sharding.get_abstract_mesh()
   if y.shape[2] == 1 and "tensor" in free_axes(mesh):
     # In decoding, XLA:TPU would otherwise convert y first and send float32.
     y = jax.lax.optimization_barrier(y)
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   x = checkpoint_name(x, SAVED)
-  y, routed = norm(x, layer["mlp_norm"]), Routed(None, None)
+  y = norm(x, layer["mlp_norm"])
+  load = experts = None
   if c.experts:
-    load, weights = None, routing.load_weights
+    weights = routing.load_weights
     if weights is not None:
       load = expert_load(y, layer["router"], c.experts_per_token, weights)
     activation = ACTIVATIONS[c.activation]
     y, experts = mixture(c, y, layer, activation, routing.replayed)
-    routed = Routed(load, experts)
   else:
     y = _mlp(c, y, layer)
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y)
-  return x, aux, routed
+  return x, aux, Routed(load, experts)
 
 
 def block(
@@ -246,11 +247,7 @@ def block(
   slots: tuple[Slots, ...] | None,
   row_attention: RowAttention | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, Routed]:
-  """Applies a decoder layer, with a window if it is `local`.
-
-  Returns the new hidden states, the tokens' keys and values, and the router's
-  results.
-  """
+  """Applies a decoder layer, with a window if it is `local`."""
   attention = functools.partial(
     attend, config, local, context, prompt, slots, row_attention
   )

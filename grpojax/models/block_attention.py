@@ -15,6 +15,7 @@ in the tangents; JAX transposes it to the backward pass of the paper.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -33,6 +34,12 @@ from grpojax.models.cache import (
 )
 from grpojax.models.cpu import float32_einsum
 
+ATTENTION = ("auto", "plain", "blocks", "kernel")
+"""Attention of long rows: "plain" holds all logits of a row, "blocks" is
+`block_attention`, "kernel" is `kernel_attention`, and "auto" uses kernels on
+TPUs and GPUs and blocks on CPUs."""
+
+WHOLE = 256  # rows of at most this many tokens always use plain attention
 BLOCK = 128  # tokens
 
 LONG = 2048
@@ -40,6 +47,8 @@ LONG = 2048
 the loop over key blocks."""
 
 CAUSAL = "causal_block"  # name scope of key blocks up to the queries' own
+
+RowAttention = Callable[..., Array]  # with the arguments of `block_attention`
 
 _QUERY_AXES = "bgkrse"
 
@@ -318,3 +327,26 @@ def block_attention(
   any_local = visibility.local is not False
   settings = _Settings(scale, cap, window, any_local, block)
   return _attention(settings, q, row, prompt, visibility)
+
+
+def choose(attention: str, platform: str | None) -> RowAttention | None:
+  """Returns the attention of long rows by its name; None for "plain".
+
+  Blocks replace kernels on mesh axes that a user has taken, and in rows too
+  long for the kernels.
+  """
+  if attention in ("plain", "blocks"):
+    return block_attention if attention == "blocks" else None
+
+  def row_attention(q, row, prompt, visibility, **options):
+    from grpojax.models import kernel_attention  # Pallas takes long to import
+
+    runs_on = platform or jax.default_backend()
+    attend = block_attention
+    if attention == "kernel" or runs_on != "cpu":
+      if kernel_attention.is_usable(runs_on, q, prompt):
+        attend = kernel_attention.kernel_attention
+        options["platform"] = runs_on
+    return attend(q, row, prompt, visibility, **options)
+
+  return row_attention

@@ -36,6 +36,7 @@ LANES = 128  # numbers in a row of a TPU's tile
 
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
+SLOT_AXES = "bgkec", "bgkce"  # of keys and of values
 RowArray = Float[Array, "B G K C E"]
 PromptArray = Float[Array, "B K P E"]
 
@@ -54,9 +55,6 @@ class Slots(NamedTuple):
   values: Shaped[Array, "*layers B G K C E"]
   key_scales: Float[Array, "*layers B G K C"] | None = None
   value_scales: Float[Array, "*layers B G K C"] | None = None
-
-
-SLOT_AXES = Slots("bgkec", "bgkce")
 
 
 class PromptKeysValues(NamedTuple):
@@ -247,12 +245,6 @@ def from_heads(*keys_values: Float[Array, "B G S K E"]) -> KeysValues:
   return KeysValues(*(constrain(x, "batch", "group", "kv_heads") for x in rows))
 
 
-def _in_8_bits(tokens: KeysValues) -> Slots:
-  """Quantizes keys and values of new tokens."""
-  (keys, key_scales), (values, value_scales) = map(quantize, tokens)
-  return Slots(keys, values, key_scales, value_scales)
-
-
 def write(
   cache: Cache,
   tokens: tuple[KeysValues, ...],
@@ -270,7 +262,8 @@ def write(
   slot = cache.index - sum(_size(block[0]) for block in before)
   real = last[..., 0] == last[..., 0]  # [B, G, S]: False on NaN
   if block[0].key_scales is not None:
-    tokens = tuple(map(_in_8_bits, tokens))
+    pairs = (zip(*map(quantize, x), strict=True) for x in tokens)
+    tokens = tuple(Slots(*integers, *scales) for integers, scales in pairs)
 
   def write_one(axis, slots, new):
     if slots.shape[3] < new.shape[3]:  # scales have an entry per head
@@ -294,10 +287,12 @@ def _write_row(
   axis: int, slots: Array, new: Array, slot: Int[Array, ""]
 ) -> Array:
   """Writes a slot of `axis` by the kernel; each device writes its own rows."""
-  from grpojax.models.slot_kernel import write_row  # Pallas is long to import
+  from grpojax.models import decoding_kernels  # Pallas is long to import
 
+  write = decoding_kernels.write_row
   rows = lambda x: x.swapaxes(4, 5) if axis == 5 else x
-  slots, new, write = rows(slots), rows(new)[..., 0, :], write_row
+  slots = rows(slots)
+  new = rows(new)[..., 0, :]
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.empty:
     spec = activation_spec(mesh, slots.shape, _AXES)

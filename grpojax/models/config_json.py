@@ -90,7 +90,6 @@ _UNUSED = frozenset(
   "task_specific_params finetuning_task".split()
 )
 
-
 # Unknown keys with such names may change the model.
 _NEVER_IGNORED = re.compile(
   "auto_map|rope|rotary|quant|_size|_dim|num_|_layers"

@@ -152,10 +152,9 @@ def _over_keys(settings, q, parts, add, carry):
 
 
 def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
+  """Computes an online softmax, explained in `block_attention._forward`."""
   q = q_ref[...]
   block, width = q.shape
-  # The largest logit so far, and the sums of exp(logit - largest) and of these
-  # weights times values, which are rescaled when a larger logit comes.
   carry = (
     jnp.full((1, block), NEGATIVE, jnp.float32),
     jnp.zeros((1, block), jnp.float32),
@@ -166,10 +165,8 @@ def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
     top, total, out = carry
     logits = jnp.where(mask, logits, NEGATIVE)
     new_top = jnp.maximum(top, jnp.max(logits, axis=0, keepdims=True))
-    # Masked again, because all logits are equal before the first visible key.
     weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
     rescale = jnp.exp(top - new_top)
-    # Summing rounded weights makes an average of equal values exact.
     weights = weights.astype(q.dtype)
     added = jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
     total = total * rescale + added

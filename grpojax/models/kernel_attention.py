@@ -68,7 +68,7 @@ def _parts(row, prompt, seen: _Seen) -> list[Part]:
   return parts
 
 
-def _forward(settings, q, row, prompt, seen):
+def _forward(settings, _, q, row, prompt, seen):
   """Returns the output, float32, and log-sum-exps [B, G, K, R, S]."""
   parts = _parts(row, prompt, seen)
   out, lse = flash_kernels.forward(settings, _flat(q), parts)
@@ -133,8 +133,7 @@ def _without_derivative(function):
 
 @_without_derivative
 def _outputs(settings, *arrays):
-  forward = lambda _, *arrays: _forward(settings, *arrays)
-  return _over_mesh(forward, *arrays)
+  return _over_mesh(functools.partial(_forward, settings), *arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -184,8 +183,7 @@ def kernel_attention(
   *_, size, width = q.shape
   scale = width**-0.5 if scale is None else scale
   sizes = [size] if prompt is None else [size, prompt.keys.shape[2]]
-  block_size = flash_kernels.block_size
-  blocks = tuple(block_size(platform, n, width) for n in sizes)
+  blocks = tuple(flash_kernels.block_size(platform, n, width) for n in sizes)
   settings = flash_kernels.Settings(scale, cap, platform, blocks)
   seen = _seen(visibility, window, len(q))
   # Padding queries see themselves, so that no sum is empty.

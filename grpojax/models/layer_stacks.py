@@ -154,7 +154,8 @@ def scan(
   has a pytree for each stack, with a leading axis of layers. Parameters named
   `whole` are not sliced: `layer` has whole stacks and the index `LAYER`.
   """
-  start, outputs = 0, []
+  start = 0
+  outputs = []
   # Without a loop, XLA would keep values instead of recomputing them, and could
   # gather the parameters of several layers at once.
   shallow = config.layers <= SHALLOW

@@ -21,13 +21,11 @@ from jaxtyping import Array, Float, Key
 from grpojax.core.random_keys import random_key, seed_key
 from grpojax.core.types import LM, Params
 from grpojax.models import huggingface as hf
-from grpojax.models import layer_stacks
 from grpojax.models.huggingface import weights, weights_out
 
 # Matrices with adapters.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", *EXPERTS)
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
@@ -84,15 +82,10 @@ def attach(base: Params, adapters: Params, scale: int | float) -> Params:
   """Adds A and scale * B to the layers of the base, as "q_lora_a" etc."""
   if not adapters:
     return base
-  stacks, attached = layer_stacks.stacks(adapters), []
-  sizes = list(map(layer_stacks.layer_count, stacks))
-  base_stacks = layer_stacks.split(base["layers"], sizes)
-  for stack, layers in zip(stacks, base_stacks, strict=True):
-    low_rank = {f"{name}_lora_a": x["a"] for name, x in stack.items()}
-    low_rank |= {f"{name}_lora_b": scale * x["b"] for name, x in stack.items()}
-    attached.append(layers | low_rank)
-  layers = tuple(attached) if len(attached) > 1 else attached[0]
-  return base | {"layers": layers}
+  matrices = adapters["layers"].items()
+  low_rank = {f"{name}_lora_a": x["a"] for name, x in matrices}
+  low_rank |= {f"{name}_lora_b": scale * x["b"] for name, x in matrices}
+  return base | {"layers": base["layers"] | low_rank}
 
 
 def adapt(lm: LM, base: Params, scale: int | float) -> LM:
@@ -187,12 +180,11 @@ def save_peft(
   layout, modules = {}, set()
   for leaf_path, array in sorted(flat.items()):
     target, side = leaf_path.rsplit("/", 1)
-    base_leaf = base_layout[target]
-    matrices = [x.removesuffix(".weight") for x in base_leaf.names]
+    stored = base_layout[target]
+    matrices = [x.removesuffix(".weight") for x in stored.names]
     suffix = f"lora_{side.upper()}.weight"
     names = tuple(f"base_model.model.{x}.{suffix}" for x in matrices)
-    leaf = weights.Leaf(names, array.shape, base_leaf.stacked, True)
-    layout[leaf_path] = leaf
+    layout[leaf_path] = weights.Leaf(names, array.shape, stored.stacked, True)
     modules.add(matrices[0].rpartition(".")[2])
   peft_config = {
     "peft_type": "LORA",
@@ -208,5 +200,6 @@ def save_peft(
     "inference_mode": True,
   }
   with weights_out.new_directory(path) as partial:
-    (partial / CONFIG).write_text(json.dumps(peft_config, indent=2) + "\n")
-    weights_out.write(partial, layout, flat, dtype, single=WEIGHTS)
+    (partial / hf.ADAPTER).write_text(json.dumps(peft_config, indent=2) + "\n")
+    file = "adapter_model.safetensors"
+    weights_out.write(partial, layout, flat, dtype, single=file)

@@ -23,7 +23,6 @@ from grpojax.core.mesh import activation_spec
 from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 
-_MATRIX = "expert_"  # prefix of experts' matrices and their adapters
 LAYER = "layer"  # name of a layer's index in a whole stack of parameters
 ONE_OF = "one_layer_of_"
 """Prefix of a name scope, followed by the number of layers: `aot` then counts
@@ -32,7 +31,7 @@ the traffic of a single layer's matrices."""
 
 def matrices_of(layer: Iterable[str]) -> list[str]:
   """Returns the names of a layer's experts' matrices and their adapters."""
-  return [name for name in layer if name.startswith(_MATRIX)]
+  return [name for name in layer if name.startswith("expert_")]
 
 
 def _logits(

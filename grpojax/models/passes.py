@@ -27,10 +27,10 @@ from grpojax.models import cache as cache_lib
 from grpojax.models import layer_stacks, moe
 from grpojax.models.attention import rms_norm
 from grpojax.models.block import Heads, Layer, Local, Routing, TokenContext
+from grpojax.models.block_attention import WHOLE, RowAttention
 from grpojax.models.cache import Cache
 from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import RotaryTable, rope_tables
-from grpojax.models.row_attention import WHOLE, RowAttention
 
 ROPE = "rope"  # name of the rotary tables in prepared parameters
 
@@ -163,11 +163,9 @@ def _flat_block(
   """Applies `block_of_both` to flat tokens, padded for attention only."""
   prompt_context, row_context = context.parts
   flat = context.flat
-
-  def attend(context, prompt, heads):
-    return block_lib.attend(
-      config, local, context, prompt, None, row_attention, heads
-    )
+  attend = functools.partial(
+    block_lib.attend, config, local, slots=None, row_attention=row_attention
+  )
 
   def padded(heads, places, part):
     return Heads(*(unflatten(x, places, part.positions.shape) for x in heads))
@@ -176,9 +174,9 @@ def _flat_block(
     prompts, rows = zip(*(_split_flat(x, flat) for x in heads), strict=True)
     prompts = padded(prompts, flat.prompts, prompt_context)
     rows = padded(rows, flat.rows, row_context)
-    prompt_out, row = attend(prompt_context, None, prompts)
+    prompt_out, row = attend(prompt_context, prompt=None, heads=prompts)
     prompt = jax.tree.map(flat.of_rows, cache_lib.of_prompt(row))
-    out, _ = attend(row_context, prompt, rows)
+    out, _ = attend(row_context, prompt=prompt, heads=rows)
     return _join_flat(prompt_out, out, flat), None
 
   table = block_lib.rotary_table(local, context.tables)

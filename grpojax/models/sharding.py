@@ -130,10 +130,7 @@ def shard_bytes(tree: PyTree) -> int:
 
   def leaf_bytes(x):
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-    size = 8  # bytes of a random key
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      size = jnp.dtype(x.dtype).itemsize
-    return size * math.prod(shape)
+    return x.dtype.itemsize * math.prod(shape)
 
   return sum(map(leaf_bytes, jax.tree.leaves(tree)))
 
@@ -282,24 +279,23 @@ class RowShards(NamedTuple):
   def split(self, x: Array) -> Array:
     """[B, G, ...] -> [devices, rows, ...]; no row leaves its device."""
     axes, inner = _row_axes(), x.shape[2:]
-    x = x.reshape(*self.shape, *inner).transpose(*self.order, *self._after(x))
+    x = x.reshape(*self.shape, *inner)
+    x = jnp.moveaxis(x, self.order, range(len(self.order)))
     x = x.reshape(math.prod(axes.values()), -1, *inner)
     return jax.lax.with_sharding_constraint(x, P(tuple(axes)))
 
   def join(self, x: Array) -> Array:
     """[devices, rows, ...] -> [B, G, ...], the inverse of `split`."""
-    inner, after = x.shape[2:], self._after(x)
+    inner = x.shape[2:]
     x = x.reshape(*(self.shape[i] for i in self.order), *inner)
-    back = sorted(range(len(self.order)), key=self.order.__getitem__)
-    return x.transpose(*back, *after).reshape(*self.size, *inner)
-
-  def _after(self, x: Array) -> range:
-    return range(len(self.shape), len(self.shape) + x.ndim - 2)
+    x = jnp.moveaxis(x, range(len(self.order)), self.order)
+    return x.reshape(*self.size, *inner)
 
 
 def row_shards(prompts: int, group_size: int) -> RowShards | None:
   """Returns the layout of [B, G, ...]; None if an axis divides neither."""
-  axes, size = _row_axes(), (prompts, group_size)
+  axes = _row_axes()
+  size = prompts, group_size
   rules = (mesh_lib.ACTIVATIONS["batch"], mesh_lib.ACTIVATIONS["group"])
   shape, index = [], {}
   for count, names in zip(size, divide(size, rules, axes), strict=True):

@@ -16,14 +16,14 @@ from jaxtyping import Array, Bool, Float
 from grpojax.core.decoding.sampling import NEGATIVE, Parts
 from grpojax.core.mesh import activation_spec
 from grpojax.core.types import LM, Params
-from grpojax.models import cache as cache_lib
 from grpojax.models import (
+  block_attention,
   layer_stacks,
   passes,
   quantization,
-  row_attention,
   sharding,
 )
+from grpojax.models import cache as cache_lib
 from grpojax.models.attention import soft_cap
 from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
@@ -79,18 +79,17 @@ def _draw_parts(
   temperature: int | float,
 ) -> Parts:
   """Draws tokens by the TPU kernel, split over rows and vocabulary."""
-  from grpojax.models import head_kernel  # Pallas takes long to import
+  from grpojax.models.decoding_kernels import draw_parts  # Pallas is slow
 
-  mesh, shape = jax.sharding.get_abstract_mesh(), hidden.shape[:2]
-  names = "batch", "group", "vocabulary"
-  spec = activation_spec(mesh, (*shape, config.vocab_size), names)
+  mesh = jax.sharding.get_abstract_mesh()
+  shape = *hidden.shape[:2], config.vocab_size
+  spec = activation_spec(mesh, shape, ("batch", "group", "vocabulary"))
 
   def logits_of(x):
     return soft_cap(x, config.logits_cap) * (1 / temperature)
 
   def draw(hidden, head, scale, mask, uniform):
     rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
-    draw_parts = head_kernel.draw_parts
     parts = draw_parts(rows[0], head, rows[1], logits_of, scale, mask)
     if spec[2]:
       first = jax.lax.axis_index(spec[2]) * head.shape[1]
@@ -107,19 +106,6 @@ def _draw_parts(
     )
   scale, mask = params.get("head_scale"), _gap_mask(config)
   return draw(hidden, params["head"], scale, mask, uniform)
-
-
-def _decoding_stacks(
-  config: TransformerConfig, platform: str
-) -> tuple[int, ...]:
-  """Returns the number of layers of each stack in decoding.
-
-  XLA:CPU may copy a layer of a stack for each token, XLA:GPU copies all weights
-  and caches. So a few layers, or all on GPUs, get stacks of their own, although
-  compilation then takes several times as long.
-  """
-  separate = config.layers <= layer_stacks.SHALLOW or platform == "gpu"
-  return (1,) * config.layers if separate else (config.layers,)
 
 
 def _for_decoding(
@@ -172,22 +158,20 @@ def _lm(
 ) -> LM:
   """Returns the `LM` of a model; `stacks` are those of its cache."""
   config, dtype, platform = model.config, model.dtype, model.platform
-
-  init_cache = functools.partial(
-    cache_lib.create,
-    layers=stacks,
-    kv_heads=config.kv_heads,
-    head_dim=config.head_dim,
-    dtype=dtype,
-    in_8_bits=in_8_bits,
-    platform=platform,
-  )
   lm = LM(
     init=functools.partial(init, config),
     prefill=model.prefill,
     extend=model.extend,
     unembed=lambda params, hidden: _unembed(config, params, hidden, dtype),
-    init_cache=init_cache,
+    init_cache=functools.partial(
+      cache_lib.create,
+      layers=stacks,
+      kv_heads=config.kv_heads,
+      head_dim=config.head_dim,
+      dtype=dtype,
+      in_8_bits=in_8_bits,
+      platform=platform,
+    ),
     grow_cache=cache_lib.grow,
     map_cache_rows=cache_lib.map_rows,
     align_cache_rows=cache_lib.align,
@@ -218,25 +202,29 @@ def transformer(
     remat: values that the backward pass recomputes (`layer_stacks.REMAT`):
       "full" (everything except each layer's input, about a third more work),
       "selective", "attention" or "none".
-    attention: attention of rows of more than `row_attention.WHOLE` tokens, a
-      name in `row_attention.ATTENTION`.
+    attention: attention of rows of more than `block_attention.WHOLE` tokens, a
+      name in `block_attention.ATTENTION`.
     platform: "cpu", "gpu" or "tpu"; None is JAX's default backend. Results
       differ only by rounding.
   """
   check(config)
   for name, value, names in (
     ("remat", remat, layer_stacks.REMAT),
-    ("attention", attention, row_attention.ATTENTION),
+    ("attention", attention, block_attention.ATTENTION),
   ):
     if value not in names:
       raise ValueError(f"{name}={value!r}: use one of {', '.join(names)}")
   # The platform is looked up late, because `default_backend` starts JAX.
-  attend = row_attention.choose(attention, platform)
+  attend = block_attention.choose(attention, platform)
 
   @functools.cache
   def decoder(cache_dtype):
     runs_on = platform or jax.default_backend()
-    stacks = _decoding_stacks(config, runs_on)
+    # XLA:CPU may copy a layer of a stack for each token, XLA:GPU copies all
+    # weights and caches. So a few layers, or all on GPUs, get stacks of their
+    # own, although compilation then takes several times as long.
+    separate = config.layers <= layer_stacks.SHALLOW or runs_on == "gpu"
+    stacks = (1,) * config.layers if separate else (config.layers,)
     decoding = passes.Passes(config, dtype, None, attend, runs_on)
     return _lm(decoding, stacks, in_8_bits=cache_dtype == "int8"), stacks
 

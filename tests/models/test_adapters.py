@@ -63,10 +63,6 @@ def bare_hidden(params, ids, positions, mask):
   return x + jnp.einsum("nst,ntd->nsd", jax.nn.softmax(scores), x)
 
 
-def bare_logits(params, ids, positions, mask):
-  return bare_hidden(params, ids, positions, mask) @ params["head"]
-
-
 def whole(function):
   """Returns a function of unpadded ids."""
 
@@ -90,15 +86,11 @@ def nnx_module_case():
   return lm, lm.init(jax.random.key(7)), module
 
 
-def bare_case(lm=None):
-  lm = lm or adapters.from_apply(bare_logits, bare_init)
-  params = jax.jit(lm.init)(jax.random.key(1))
-  return lm, params, whole(lambda *x: bare_logits(params, *x))
-
-
-def bare_hidden_case():
+def bare_case():
   unembed = lambda params, hidden: hidden @ params["head"]
-  return bare_case(adapters.from_apply(bare_hidden, bare_init, unembed))
+  lm = adapters.from_apply(bare_hidden, bare_init, unembed)
+  params = jax.jit(lm.init)(jax.random.key(1))
+  return lm, params, whole(lambda *x: unembed(params, bare_hidden(params, *x)))
 
 
 def direct(run):
@@ -113,7 +105,7 @@ def direct(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "case", [linen_with_mask_case, nnx_module_case, bare_hidden_case]
+  "case", [linen_with_mask_case, nnx_module_case, bare_case]
 )
 def test_training_and_decoding_match_the_module(case):
   lm, params, run = case()
@@ -143,7 +135,7 @@ def test_training_and_decoding_match_the_module(case):
 
 
 @pytest.mark.slow
-def test_positions_reach_the_module():
+def test_positions_reach_the_module_and_packed_rows_are_refused():
   lm, params, _ = bare_case()
   prefix = lm.prefill(params, *BATCH)
   extend = jax.jit(lm.extend)
@@ -152,19 +144,14 @@ def test_positions_reach_the_module():
   outputs = []
   for t in range(COMPLETION):
     new = COMPLETIONS[..., t : t + 1], cache, spread[..., t : t + 1]
-    logits, cache = extend(params, prefix, *new)
-    outputs.append(logits)
-  logits = jnp.concatenate(outputs, axis=2)
+    hidden, cache = extend(params, prefix, *new)
+    outputs.append(hidden)
+  hidden = jnp.concatenate(outputs, axis=2)
   for b, n in enumerate(LENGTHS):
     row = jnp.concatenate([BATCH[0][b, :n], COMPLETIONS[b, 0]])[None]
     positions = jnp.concatenate([jnp.arange(n), n + spread[b, 0]])[None]
-    expected = bare_logits(params, row, positions, jnp.ones_like(row, bool))
-    np.testing.assert_allclose(logits[b, 0], expected[0, n:], atol=1e-5)
-
-
-def test_packed_rows_are_refused():
-  lm, params, _ = bare_case()
-  prefix = lm.prefill(params, *BATCH)
+    expected = bare_hidden(params, row, positions, jnp.ones_like(row, bool))
+    np.testing.assert_allclose(hidden[b, 0], expected[0, n:], atol=1e-5)
   with pytest.raises(ValueError, match="packed completions"):
     lm.extend(params, prefix, COMPLETIONS, segments=jnp.zeros_like(COMPLETIONS))
 

@@ -74,9 +74,7 @@ REFUSED = [
   ("gemma3_text", {"rope_parameters": {"rope_theta": 1.0}}, "rope_theta"),
   ("llama", {"num_attention_heads": 5}, "hidden_size=24 is no mult"),
   ("llama", {"vocab_size": 2**31}, "vocab_size=2147483648"),
-  ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
   ("qwen3_moe", {"num_experts": 2**30}, "of 1073741824 experts"),
-  ("llama", {"rms_norm_eps": -1}, "rms_norm_eps"),
   ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
   ("qwen3", {"rope_theta": float("inf")}, "rope_theta=inf"),
   ("llama", {"rope_scaling": 3}, "a misplaced value"),
@@ -98,14 +96,10 @@ def test_unknown_keys_and_values_are_refused_by_name(kind, change, message):
   [
     ("qwen2", "use_mrope", False, True),
     ("llama", "is_llama_config", True, False),
-    ("llama", "rope_interleaved", False, True),
     ("qwen3_moe llama mistral gemma2", "qkv_bias", False, True),
     ("qwen2", "qkv_bias", True, False),
-    ("qwen2 gemma3_text", "mlp_bias", False, True),
     ("qwen3_moe qwen3", "shared_expert_intermediate_size", 0, 512),
     ("qwen3_moe qwen3 gemma3_text", "use_qk_norm", True, False),
-    ("qwen2 qwen3", "num_nextn_predict_layers", 0, 1),
-    ("qwen2 qwen3", "is_causal", True, False),
     ("llama mistral", "resid_pdrop", 0.0, 0.1),
   ],
 )
@@ -163,17 +157,12 @@ def test_inconsistent_configurations_are_refused(change, message):
     check(config_with(**change))
 
 
-SHAPE = dict(width=12, layers=3, heads=2, kv_heads=1, mlp=20)
-SHAPE |= dict(vocab_size=7, pad_id=0, eos_id=1)
-
-
 @pytest.mark.parametrize(
   "text, message",
   [
     (None, "no model at .*nowhere"),
     ("[" * 10**5, "config.json is not JSON"),
     ('{"a": %s}' % ("1" * 5000), "config.json is not JSON"),
-    ("{", "config.json is not JSON"),
   ],
 )
 def test_bad_directories_are_refused_by_name(tmp_path, text, message):
@@ -187,10 +176,10 @@ def test_bad_directories_are_refused_by_name(tmp_path, text, message):
 
 @pytest.mark.slow
 def test_written_config_is_read_by_transformers(tmp_path):
-  hf.write_config(tmp_path, **SHAPE)
+  shape = dict(vocab_size=7, width=12, layers=3, heads=2, kv_heads=1, mlp=20)
+  hf.write_config(tmp_path, **shape, pad_id=0, eos_id=1)
   read = hf.to_transformer_config(hf.read_config(tmp_path))
-  shape = {name: getattr(read, name) for name in SHAPE if "_id" not in name}
-  assert SHAPE == shape | {"pad_id": 0, "eos_id": 1}
+  assert shape == {name: getattr(read, name) for name in shape}
   transformers = pytest.importorskip("transformers")
   config = transformers.AutoConfig.from_pretrained(tmp_path)
   assert config.model_type == "llama" and config.head_dim == 6

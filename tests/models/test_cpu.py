@@ -51,12 +51,10 @@ def test_products_with_merged_axes(product, merged):
   dx, dy = pull(toward)
   close = dict(rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(z, np.einsum(product, x, y), **close)
-  dx_product, dy_product = (
-    f"{out},{y_axes}->{x_axes}",
-    f"{out},{x_axes}->{y_axes}",
-  )
-  np.testing.assert_allclose(dx, np.einsum(dx_product, toward, y), **close)
-  np.testing.assert_allclose(dy, np.einsum(dy_product, toward, x), **close)
+  expected = np.einsum(f"{out},{y_axes}->{x_axes}", toward, y)
+  np.testing.assert_allclose(dx, expected, **close)
+  expected = np.einsum(f"{out},{x_axes}->{y_axes}", toward, x)
+  np.testing.assert_allclose(dy, expected, **close)
   assert merges(function, x, y) == (merged is not None)
   text = jax.jit(function).lower(x, y).as_text()
   factors = re.findall(r"dot_general .* : \(tensor<(.*?)x?f32>", text)

@@ -18,7 +18,7 @@ from grpojax.core.logprobs import token_logprobs
 from grpojax.core.mesh import make_mesh
 from grpojax.core.types import Prompts
 from grpojax.models import cache as cache_lib
-from grpojax.models import head_kernel
+from grpojax.models import decoding_kernels
 from grpojax.models import transformer as transformer_lib
 from grpojax.models.quantization import quantize
 from grpojax.models.transformer import transformer
@@ -32,20 +32,21 @@ CAPACITY = 24  # one and a half tiles of 16 rows of bfloat16
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
   monkeypatch.setattr(pl, "pallas_call", INTERPRETED)
-  monkeypatch.setattr(head_kernel, "_width", lambda head: WIDTH)
+  monkeypatch.setattr(decoding_kernels, "_width", lambda head: WIDTH)
 
 
-def arrays(rows, seed=0):
-  keys = jax.random.split(jax.random.key(seed), 3)
+def arrays(rows):
+  keys = jax.random.split(jax.random.key(0), 3)
   hidden = 2 * jax.random.normal(keys[0], (rows, D))
   head = jax.random.normal(keys[1], (D, V))
-  return hidden, head, uniform(jax.random.split(keys[2], rows), 2)
+  return hidden, head, uniform(jax.random.split(keys[2], rows), 3)
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def draw_parts(hidden, head, numbers, cap=None):
+def draw_parts(hidden, head, numbers, cap=None, scale=None):
   logits_of = lambda x: x if cap is None else cap * jnp.tanh(x / cap)
-  return head_kernel.draw_parts(hidden, head, numbers, logits_of)
+  of_parts = numbers[:, :2]
+  return decoding_kernels.draw_parts(hidden, head, of_parts, logits_of, scale)
 
 
 def by_hand(logits, numbers, start):
@@ -62,57 +63,31 @@ def by_hand(logits, numbers, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cap", [3.0, None])
-def test_parts_equal_a_float64_computation(cap):
+@pytest.mark.parametrize("cap, in_8_bits", [(3.0, False), (None, True)])
+def test_draws_equal_a_float64_computation(cap, in_8_bits):
   hidden, head, numbers = arrays(300)  # two blocks of rows
-  parts = draw_parts(hidden, head, numbers, cap)
-  alone = draw_parts(hidden[290:], head, numbers[290:], cap)
+  head, scale = quantize(head, axis=0) if in_8_bits else (head, None)
+  parts = draw_parts(hidden, head, numbers, cap, scale)
+  alone = draw_parts(hidden[290:], head, numbers[290:], cap, scale)
   np.testing.assert_array_equal(alone.ids, parts.ids[290:])
+  ids, logprobs = sample_parts(parts, numbers[:, 2])
   logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64)
+  logits = logits if scale is None else logits * np.asarray(scale, np.float64)
   logits = logits if cap is None else cap * np.tanh(logits / cap)
-  for row in range(300):
-    for part in range(3):
-      number = np.asarray(numbers[row], np.float64)
-      token, top, total = by_hand(logits[row], number, part * WIDTH)
-      assert parts.ids[row, part] == token
-      np.testing.assert_allclose(parts.tops[row, part], top, rtol=1e-5)
-      np.testing.assert_allclose(parts.sums[row, part], total, rtol=1e-4)
-      drawn = parts.logits[row, part]
-      np.testing.assert_allclose(drawn, logits[row, token], atol=1e-4)
-
-
-@pytest.mark.slow
-def test_an_int8_head_draws_like_its_dequantized_head():
-  hidden, head, numbers = arrays(40)
-  integers, scale = quantize(head, axis=0)
-  run = jax.jit(head_kernel.draw_parts, static_argnums=3)
-  parts = run(hidden, integers, numbers, lambda x: x, scale)
-  expected = draw_parts(hidden, integers.astype(jnp.float32) * scale, numbers)
-  np.testing.assert_array_equal(parts.ids, expected.ids)
-  np.testing.assert_allclose(parts.sums, expected.sums, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_tokens_have_their_probabilities():
-  """A chi-square test with equal rows; a third of the tokens have p = 0."""
-  n = 20_000
-  hidden, head, _ = arrays(1)
-  head = head.at[:, ::3].set(jnp.where(hidden[0, :, None] > 0, -1e3, 1e3))
-  numbers = uniform(jax.random.split(jax.random.key(1), n), 3)
-  hidden = jnp.broadcast_to(hidden / 2, (n, D))
-  parts = draw_parts(hidden, head, numbers[:, 1:])
-  ids, logprobs = sample_parts(parts, numbers[:, 0])
-  expected = jax.nn.log_softmax(hidden[0] @ head)
-  np.testing.assert_allclose(logprobs, expected[ids], atol=1e-4)
-  counts, probs = np.bincount(ids, minlength=V), np.exp(expected)
-  assert not counts[::3].any()
-  often = n * probs > 5
-  errors = counts[often] - n * probs[often]
-  chi_square = (errors**2 / (n * probs[often])).sum()
-  # Five standard deviations: the mean is k, the variance 2 k.
-  assert chi_square < often.sum() + 5 * np.sqrt(2 * often.sum())
-  count, expected = counts[~often].sum(), n * probs[~often].sum()
-  assert abs(count - expected) < 5 * np.sqrt(expected)
+  for row, number in enumerate(np.asarray(numbers, np.float64)):
+    tokens, tops, sums = np.transpose(
+      [by_hand(logits[row], number, part * WIDTH) for part in range(3)]
+    )
+    np.testing.assert_array_equal(parts.ids[row], tokens)
+    np.testing.assert_allclose(parts.tops[row], tops, rtol=1e-5)
+    np.testing.assert_allclose(parts.sums[row], sums, rtol=1e-4)
+    drawn = logits[row, tokens.astype(int)]
+    np.testing.assert_allclose(parts.logits[row], drawn, atol=1e-4)
+    masses = np.cumsum(sums * np.exp(tops))
+    part = np.searchsorted(masses, number[2] * masses[-1], side="right")
+    assert ids[row] == tokens[part]
+    logprob = drawn[part] - np.log(masses[-1])
+    np.testing.assert_allclose(logprobs[row], logprob, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -285,7 +260,7 @@ def test_devices_draw_and_write_their_own_rows():
 
 if __name__ == "__main__":
   pl.pallas_call = INTERPRETED
-  head_kernel._width = lambda head: WIDTH
+  decoding_kernels._width = lambda head: WIDTH
   transformer_lib.LARGE = 512
   alone = draws_of_devices()
   for tensor in (1, 2):

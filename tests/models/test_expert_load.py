@@ -117,10 +117,7 @@ def draw():
 def by_rows(lm, params, batch, lengths):
   """Returns the loss of rows with a copy of the prompt each."""
   learned = lengths.reshape(-1) > 0
-
-  def rows(x):
-    return jnp.repeat(x, G, axis=0)[learned]
-
+  rows = lambda x: jnp.repeat(x, G, axis=0)[learned]
   prompts, prompt_mask = rows(batch.prompt_ids), rows(batch.prompt_mask)
   ids = batch.completion_ids.reshape(B * G, 1, T)[learned]
   mask = batch.completion_mask.reshape(B * G, 1, T)[learned]

@@ -41,13 +41,10 @@ PACKED = dict(
   positions=jnp.broadcast_to(jnp.array([0, 1, 0, 1, 2, 3]), IDS.shape),
   segments=jnp.broadcast_to(jnp.array([0, 0, 1, 1, 1, 1]), IDS.shape),
 )
-
-
 PARAMS = random_params(transformer(CONFIG))
 
 
 def with_gradient(lm, params=PARAMS, merge=lambda params: params):
-
   def total(params):
     hidden, _ = completion_hidden(lm, merge(params), *BATCH, **PACKED)
     return jnp.sum(jnp.sin(hidden)), hidden
@@ -113,7 +110,6 @@ def test_a_layer_is_gathered_twice_in_a_gradient(remat):
 
 @pytest.mark.slow
 def test_only_shallow_models_are_unrolled():
-
   def size(layers):
     config = TransformerConfig(11, 8, layers, 2, 1, 4, 6)
     lm = transformer(config)
@@ -143,20 +139,18 @@ def test_each_policy_recomputes_more_than_the_one_before(tiny):
   each = [products(tiny.config, remat) for remat in layer_stacks.REMAT]
   none, attention, selective, full = each
   assert none < attention < selective < full
-
-
-@pytest.mark.slow
-def test_no_product_is_computed_again_for_a_post_norm(tiny):
+  # A post-norm needs no product again.
   post_norms = dataclasses.replace(tiny.config, post_norms=True)
-  counts = [products(x, "attention") for x in (tiny.config, post_norms)]
-  assert counts[0] == counts[1]
+  assert products(post_norms, "attention") == attention
 
 
-def test_packed_rows_cannot_be_decoded(tiny):
+def test_packed_decoding_and_an_unknown_remat_are_refused(tiny):
   prefix = jax.jit(tiny.lm.prefill)(tiny.params, *BATCH[:2])
   cache = tiny.lm.init_cache(2, 2, 6)
   with pytest.raises(ValueError, match="segments are for training"):
     tiny.lm.extend(tiny.params, prefix, IDS, cache, segments=IDS)
+  with pytest.raises(ValueError, match="remat='half': use one of none, att"):
+    transformer(CONFIG, remat="half")
 
 
 def test_gpus_decode_without_stacks_of_layers(tiny):
@@ -167,8 +161,3 @@ def test_gpus_decode_without_stacks_of_layers(tiny):
     prepare = lambda key, lm=lm: lm.prepared(lm.init(key), longest=9)[1]
     params = jax.eval_shape(prepare, jax.random.key(0))
     assert len(layer_stacks.stacks(params)) == stacks
-
-
-def test_an_unknown_remat_is_refused():
-  with pytest.raises(ValueError, match="remat='half': use one of none, att"):
-    transformer(CONFIG, remat="half")

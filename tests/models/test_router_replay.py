@@ -55,11 +55,6 @@ def lengths_of(samples):
   return np.asarray(samples.completion_mask).sum(axis=-1)
 
 
-def of_chunks(lm, params, t_max):
-  functions = programs(lm, t_max, 7, record_experts=True)
-  return play(functions, params, host_answers())
-
-
 WAYS = {
   "token by token": lambda *model: sample(*model, 40),
   "in stages, and fewer rows": lambda *model: sample(
@@ -68,7 +63,9 @@ WAYS = {
   "an environment of the device": lambda *model: sample(
     *model, 24, environment=ENVIRONMENT
   ),
-  "an environment of the host": lambda *model: of_chunks(*model, 24),
+  "an environment of the host": lambda lm, params: play(
+    programs(lm, 24, 7, record_experts=True), params, host_answers()
+  ),
 }
 
 
@@ -232,10 +229,7 @@ def test_wrong_experts_are_refused(tiny):
   cut = recorded.replace(experts=recorded.experts[:, :, 1:])
   other = transformer(dataclasses.replace(CONFIG, layers=2))
   trainer = dataclasses.replace(replay, old_logprobs="trainer")
-  by_trainer = {
-    "options": UpdateOptions(minibatches=3),
-    "policy_params": params,
-  }
+  by_trainer = dict(options=UpdateOptions(minibatches=3), policy_params=params)
   for args, options, message in (
     ((lm, nothing, replay), {}, "record them with rollout"),
     ((lm, cut, replay), {}, r"\[B, G, T, X\] .* not uint8 \(3, 4, 15"),

@@ -40,9 +40,7 @@ CONFIG = config_with(
   experts_per_token=2,
 )
 B, G, P, S = 2, 4, 5, 3  # the mesh also splits groups
-COLLECTIVES = (
-  "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
-)
+KINDS = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 
 
 @functools.cache
@@ -56,11 +54,6 @@ def parameters(config):
   # Equal logits choose the first experts.
   layers = params["layers"] | {"router": 0 * params["layers"]["router"]}
   return params, params | {"layers": layers}
-
-
-def experts_alone(params):
-  names = ("router", "expert_gate", "expert_up", "expert_down")
-  return {"layers": {name: params["layers"][name] for name in names}}
 
 
 def mixtures(config, params, x):
@@ -119,7 +112,11 @@ check_equal = functools.partial(assert_close, rtol=1e-5, atol=1e-5)
 def on_one_device(config, group_size):
   rng = np.random.default_rng(1)
   x = rng.normal(size=(B, group_size, S, config.width)).astype(np.float32)
-  arguments = [(experts_alone(p), x) for p in parameters(config)]
+  names = ("router", "expert_gate", "expert_up", "expert_down")
+  arguments = [
+    ({"layers": {name: params["layers"][name] for name in names}}, x)
+    for params in parameters(config)
+  ]
   program = jax.jit(functools.partial(with_gradients, config))
   return arguments, [program(*a) for a in arguments]
 
@@ -138,7 +135,7 @@ def collectives(text):
   """Counts the collectives of a program by (operation, shape)."""
   counts = Counter()
   for line in text.splitlines():
-    match = re.search(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", line)
+    match = re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line)
     for shape in re.findall(r"\w+\[[\d,]*\]", match[1]) if match else ():
       counts[match[2], shape] += 1
   return counts
@@ -147,16 +144,10 @@ def collectives(text):
 def check_exchanges(text):
   """With fsdp = 2 and expert = 4, four devices share 12 of the 24 tokens."""
   exchanges = collectives(text)
-  gathered_experts = {
-    ("all-gather", "f32[16,8]"),  # the router
-    ("all-gather", "f32[2,16,8]"),
-    ("all-gather", "f32[2,8,16]"),
-  }
-  summed_gradients = {  # a reduce-scatter on TPUs
-    ("all-reduce", "f32[16,8]"),
-    ("all-reduce", "f32[2,16,8]"),
-    ("all-reduce", "f32[2,8,16]"),
-  }
+  matrices = "f32[16,8]", "f32[2,16,8]", "f32[2,8,16]"  # router, experts
+  gathered_experts = {("all-gather", shape) for shape in matrices}
+  # On TPUs, gradients are summed by a reduce-scatter.
+  summed_gradients = {("all-reduce", shape) for shape in matrices}
   tokens = {
     ("all-gather", "f32[12,16]"),  # also of gradients
     ("all-gather", "f32[12,2]"),  # weights of a token's experts
@@ -241,24 +232,17 @@ def check_models():
   targets = "layers/(q|down|expert_.*)"
   adapters = lora.abstract(parameters(CONFIG)[0], 2, targets)
   rng = np.random.default_rng(2)
-  adapters = jax.tree.map(
-    lambda x: rng.normal(size=x.shape).astype(np.float32) / 4, adapters
-  )
+  draw = lambda x: rng.normal(size=x.shape).astype(np.float32) / 4
+  adapters = jax.tree.map(draw, adapters)
   models = [lora.attach(p, adapters, 2) for p in parameters(CONFIG)]
-  for function, remat in (
-    (train, "none"),
-    (train, "selective"),
-    (train, "full"),
-    (decode, "none"),
-  ):
+  trainings = [(train, x) for x in ("none", "selective", "full")]
+  for function, remat in [*trainings, (decode, "none")]:
     program = functools.partial(function, transformer(CONFIG, remat=remat))
     expected = [jax.jit(program)(p, *batch) for p in models]
     for sizes in MESHES:
       mesh = make_mesh(*sizes)
-      places = (
-        sharding.shardings(models[0], mesh),
-        *(batch_sharding(mesh, B),) * 3,
-      )
+      rows = batch_sharding(mesh, B)
+      places = sharding.shardings(models[0], mesh), rows, rows, rows
       with jax.set_mesh(mesh):
         jitted = jax.jit(program, in_shardings=places)
         for params, want in zip(models, expected, strict=True):

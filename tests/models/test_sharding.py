@@ -35,11 +35,8 @@ from grpojax.models.kernel_attention import kernel_attention
 assert jax.device_count() == 4
 sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
 assert dict(mesh_lib.make_mesh().shape) == sizes
-for sizes, message in (
-    ((-1, 3), "multiple of 3 devices, and there are 4"),
-    ((-1, -1, 1), "at most one is -1"),
-    ((0, 1, 1), "1 or more"),
-):
+for sizes, message in (((-1, 3), "of 3 devices, and there are 4"),
+                       ((0, 1, 1), "use axes of at least 1")):
   with pytest.raises(ValueError, match=message):
     mesh_lib.make_mesh(*sizes)
 mesh = mesh_lib.make_mesh(1, 2, 1, -1)
@@ -247,18 +244,6 @@ def test_optimizer_states_have_the_specs_of_their_parameters():
   assert sharding.shardings(score, mesh)["score"].spec == P()
 
 
-def test_batches_that_devices_cannot_split_are_refused():
-  mesh = mesh_lib.make_mesh(1, 1, 1, devices=ONE)
-  mesh_lib.check_rows(mesh, micro_batch=3)
-  four = jax.sharding.AbstractMesh((2, 2, 1, 1), mesh_lib.AXES)
-  mesh_lib.check_rows(four, micro_batch=8)
-  mesh_lib.check_rows(four, 2, micro_batch=6)  # an axis splits groups
-  for rows in (6, 1):
-    message = f"eval_batch: {rows} prompts x 1 samples .* 4 devices"
-    with pytest.raises(ValueError, match=message):
-      mesh_lib.check_rows(four, micro_batch=8, eval_batch=rows)
-
-
 def test_activations_are_split_by_axes_that_divide_them():
   types, sizes = (AxisType.Auto,) * 4, (2, 4, 1, 3)
   mesh = jax.sharding.AbstractMesh(sizes, mesh_lib.AXES, axis_types=types)
@@ -266,9 +251,8 @@ def test_activations_are_split_by_axes_that_divide_them():
   both = ("batch", "group", None)
   assert spec((8, 4, 7), *both) == P(("data", "fsdp"), None, None)
   assert spec((2, 4, 7), *both) == P(("data",), ("fsdp",), None)
-  assert spec((4, 3, 7), *both) == P(
-    ("data",), None, None
-  )  # 2 prompts are left for 4 devices
+  # 2 prompts are left for 4 devices.
+  assert spec((4, 3, 7), *both) == P(("data",), None, None)
   assert spec((1, 8, 7), *both) == P(None, ("data", "fsdp"), None)
   heads = ("batch", "group", "kv_heads", "query_heads")
   assert spec((8, 1, 6, 3), *heads)[2:] == ("tensor", None)
@@ -281,14 +265,9 @@ def test_activations_are_split_by_axes_that_divide_them():
 def test_sampling_mesh_has_the_same_devices():
   devices = np.array([jax.devices()[0]] * 8).reshape(1, 4, 1, 2)
   mesh = jax.sharding.Mesh(devices, mesh_lib.AXES)
-  for tensor, sizes in (
-    (0, (1, 4, 1, 2)),
-    (4, (1, 2, 1, 4)),
-    (1, (1, 8, 1, 1)),
-  ):
+  expected = {0: (1, 4, 1, 2), 4: (1, 2, 1, 4), 1: (1, 8, 1, 1)}
+  for tensor, sizes in expected.items():
     assert mesh_lib.sampling_mesh(mesh, tensor).axis_sizes == sizes
-  with pytest.raises(ValueError, match="sampling_tensor = 3: .* 8 devices"):
-    mesh_lib.sampling_mesh(mesh, 3)
   # Two axes still split rows: an axis of 64 does not divide 32.
   devices = np.array([jax.devices()[0]] * 64).reshape(2, 16, 1, 2)
   mesh = mesh_lib.sampling_mesh(jax.sharding.Mesh(devices, mesh_lib.AXES), 1)

@@ -23,18 +23,14 @@ def _ropes(hf_config: dict[str, Any]) -> dict[str, Any]:
   """Reads the rotary embeddings of global layers (may be scaled) and local."""
   by_type = hf_config["rope_parameters"] or {}
   config_json.refuse_others("rope_parameters", by_type, config_json.LAYER_TYPES)
-  ropes = {
-    kind: {"rope_theta": hf_config[base]} | (by_type.get(kind) or {})
-    for kind, base in (
-      ("full_attention", "rope_theta"),
-      ("sliding_attention", "rope_local_base_freq"),
-    )
-  }
-  ropes["full_attention"] |= hf_config["rope_scaling"] or {}
+  full, sliding = (by_type.get(kind) or {} for kind in config_json.LAYER_TYPES)
+  full = {"rope_theta": hf_config["rope_theta"]} | full
+  full |= hf_config["rope_scaling"] or {}
+  sliding = {"rope_theta": hf_config["rope_local_base_freq"]} | sliding
   length = hf_config["max_position_embeddings"]
   return {
-    "rope": config_json.parse_rope(ropes["full_attention"], length),
-    "local_rope": config_json.parse_rope(ropes["sliding_attention"], length),
+    "rope": config_json.parse_rope(full, length),
+    "local_rope": config_json.parse_rope(sliding, length),
   }
 
 
@@ -45,9 +41,8 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
     or hf_config["_sliding_window_pattern"]
     or 6
   )  # every sixth layer, for example, is global
-  default = [
-    (i + 1) % pattern != 0 for i in range(hf_config["num_hidden_layers"])
-  ]
+  layers = range(1, hf_config["num_hidden_layers"] + 1)
+  default = [layer % pattern != 0 for layer in layers]
   return TransformerConfig(
     **gemma2.common(hf_config),
     **config_json.window(hf_config, hf_config["sliding_window"], default),

@@ -30,11 +30,9 @@ UNUSED = {"output_router_logits", "router_aux_loss_coef"}  # for training
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a complete config.json of model_type "qwen3_moe"."""
-  fields = config_json.common(hf_config) | {
-    "mlp": hf_config["moe_intermediate_size"]
-  }
   return TransformerConfig(
-    **fields,
+    **config_json.common(hf_config)
+    | {"mlp": hf_config["moe_intermediate_size"]},
     # Either all layers have a window, or none.
     **qwen2.window(hf_config | {"max_window_layers": 0}),
     rope=config_json.rope(hf_config),

@@ -131,7 +131,8 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
       f"{directory} holds neither {SINGLE} nor {INDEX}{unread}. Pickled "
       "weights are never read: get the model as safetensors"
     )
-  file_of, tensors = _indexed_files(directory), {}
+  file_of = _indexed_files(directory)
+  tensors = {}
   for file in sorted(set(file_of.values())):
     tensors |= header(directory / file)
   # A tensor in another file than in the index counts as missing.
@@ -198,7 +199,8 @@ def is_finite(block: np.ndarray) -> bool:
 
 def _copy(stored: Any, index: tuple[slice, ...], target: np.ndarray) -> bool:
   """Copies a part of a tensor to `target`; returns True if it is finite."""
-  (rows, *others), finite = index, True
+  rows, *others = index
+  finite = True
   for start, stop in _blocks(stored, rows):
     # NumPy is slow if it casts and transposes in one step.
     block = stored.rows(start, stop)[:, *others]

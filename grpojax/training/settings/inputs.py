@@ -18,9 +18,9 @@ from grpojax.core.turns import CREDITS
 from grpojax.data.datasets import DATASETS
 from grpojax.environments.spaces import ACTIONS
 from grpojax.environments.tools import TOOL_CALLS
+from grpojax.models.block_attention import ATTENTION
 from grpojax.models.config import DTYPES
 from grpojax.models.layer_stacks import REMAT
-from grpojax.models.row_attention import ATTENTION
 from grpojax.rewards.math import THINKING
 from grpojax.runtime.cli.settings import free_field, inline
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
