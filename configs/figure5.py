@@ -12,11 +12,12 @@ Expected:  in the paper accuracy is best near G = 32.
 
 from ml_collections import ConfigDict
 
+from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import group_size
 
 
 def get_config() -> ConfigDict:
-  config = group_size.default_config()
+  config = to_config(group_size.SETTINGS)
   config.name = "figure5"
   config.seeds = 5
   config.budgets = (1024,)

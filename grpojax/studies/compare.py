@@ -72,7 +72,6 @@ REWARDED = (
   "sampling.temperature",
   "sampling.top_",
   "sampling.min_p",
-  "sampling.repetition_penalty",
   "difficulty.priority",
 )
 """Settings that arms must share for their mean rewards to be comparable."""
@@ -87,11 +86,10 @@ FREE = (
 )
 """Exceptions: settings without influence on problems or rewards."""
 
+# Training metrics by column of curves.csv.
 METRICS = {"reward": "reward_mean", "accuracy": "accuracy"}
-"""Training metrics by column of curves.csv."""
 
-Tuned = Float[np.ndarray, "arms rates"]
-"""Mean rewards over the tuning seeds."""
+Tuned = Float[np.ndarray, "arms rates"]  # mean rewards
 
 
 def train_settings(
@@ -229,10 +227,7 @@ def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
 
 
 def best_rates(rates: Sequence[float], tuned: Tuned) -> list[float]:
-  """Returns each arm's learning rate of highest mean reward.
-
-  Exits if an arm has no reward at any rate.
-  """
+  """Returns each arm's best learning rate; exits if an arm has no reward."""
   if lost := np.flatnonzero(np.isnan(tuned).all(1)).tolist():
     raise SystemExit(f"error: no run of the arms {lost} had a reward")
   return [float(rates[i]) for i in np.nanargmax(tuned, axis=1)]
@@ -277,10 +272,10 @@ def draw(axes, config: ConfigDict, rows, tuned: Tuned, lines, name) -> None:
   curve.set(xlabel="step", ylabel="mean reward")
   curve.legend(fontsize=7)
   for ax in by_rate:
-    ax.set(xlabel="learning rate (tuning)", xscale="log")
+    ax.set(xlabel="learning rate (tuning)", ylabel="mean reward over training")
+    ax.set_xscale("log")
     ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
     ax.minorticks_off()
-    ax.set_ylabel("mean reward over training")
   more.axvline(0, color="black", lw=0.8)
   names = [line["arm"].replace(" ", "\n") for line in lines]
   more.set_yticks(range(0, -len(lines), -1), names, fontsize=7)

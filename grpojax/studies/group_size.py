@@ -34,7 +34,7 @@ from ml_collections import ConfigDict
 from grpojax.core.options import ONE_OR_MORE
 from grpojax.core.random_keys import seed_key
 from grpojax.runtime.cli.config import below
-from grpojax.runtime.cli.settings import changed, section, setting, to_config
+from grpojax.runtime.cli.settings import changed, section, setting
 from grpojax.runtime.files import records
 from grpojax.statistics import diagnostics
 from grpojax.statistics.intervals import mean_interval
@@ -83,11 +83,6 @@ METRICS = {
   **{x: x for x in ("accuracy", "optimal_group_size", "c1", "c3")},
 }
 """Training metrics by column of curves.csv."""
-
-
-def default_config() -> ConfigDict:
-  """Returns the default config; configs/figure5.py changes it."""
-  return to_config(SETTINGS)
 
 
 def train_settings(

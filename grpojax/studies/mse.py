@@ -37,12 +37,11 @@ from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run, samples
 from grpojax.training import policy as policy_lib
 
-_TITLES = {  # with two models, and with a single model
-  "base": ("base model", "plain text"),
-  "instruct": ("instruct model", "chat template"),
-  "in-context": ("base model{}", "plain text{}"),
+_TITLES = {
+  "base": "plain text",
+  "instruct": "chat template",
+  "in-context": "plain text, {} examples in the prompt",
 }
-_SHOTS = ", {} examples in the prompt"
 _STYLES = {  # estimator: label, colour, marker, horizontal shift of points
   "vanilla": ("vanilla", "tab:gray", "s", 1.0),
   "centred": ("GRPO, own mean (theory)", "tab:green", None, 1.0),
@@ -290,14 +289,12 @@ def summary(rows: run.Rows, lines: run.Rows) -> dict[str, Any]:
 def draw(axes: np.ndarray, rows: run.Rows, config: ConfigDict) -> None:
   """Draws errors, and below them ratios to the oracle's, by group size."""
   configurations = _by_configuration(rows)
-  same_model = config.base == config.instruct
   for column, (name, lines) in zip(axes.T, configurations.items(), strict=True):
     for estimator, style in _STYLES.items():
       curve = run.select(lines, estimator=estimator)
       for ax, columns in zip(column, _PANELS.values(), strict=True):
         _draw_curve(ax, curve, style, columns.split())
-    title = _TITLES[name][same_model].format(_SHOTS.format(config.shots))
-    column[0].set_title(title, fontsize=10)
+    column[0].set_title(_TITLES[name].format(config.shots), fontsize=10)
     column[1].set_xlabel("group size G")
     for ax in column:
       run.size_axis(ax, config.group_sizes)
@@ -343,7 +340,6 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
     ],
     draw=lambda axes: draw(axes, lines, config),
     panels=(2, len(summaries)),
-    width=3.6,
     summary=summaries,
   )
 

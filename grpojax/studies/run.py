@@ -33,7 +33,6 @@ from grpojax.training.run import fit, open_run, run_directory
 from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {"run_dir": setting("", 'output directory; "" = runs/NAME')}
-"""The flags of every study."""
 SEED = setting(0, "seed of all random numbers", within="[0, 2**32)")
 # The training settings of the studies that train, sized for two cores.
 QUICK = {
@@ -58,7 +57,6 @@ class Results(NamedTuple):
   draw: Callable[[np.ndarray], None]  # into axes [rows, columns]
   panels: tuple[int, int]  # rows and columns of the picture
   summary: Row  # content of summary.json
-  width: float = 4.0  # of a panel, in inches
 
 
 def settings(name: str, **fields: Option | Section) -> Section:
@@ -101,8 +99,7 @@ def _write(results: Results, directory: pathlib.Path, name: str) -> None:
     records.write_text(directory / f"{table}.csv", text.getvalue())
   records.write_json(directory / "summary.json", results.summary)
   rows, columns = results.panels
-  size = (results.width * columns, 0.8 * results.width * rows)
-  figure = pictures.new_figure(size)
+  figure = pictures.new_figure((4 * columns, 3.2 * rows))  # in inches
   results.draw(figure.subplots(rows, columns, squeeze=False))
   pictures.save_figure(figure, directory / f"{name}.png")
   for line in results.lines:
@@ -202,10 +199,7 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
 
 
 def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
-  """Reads a row per training step, with its accuracy if any.
-
-  Exits if a step is missing.
-  """
+  """Reads a row per step, with its accuracy if any; exits if one is missing."""
   run = directory / "runs" / name
   steps = json.loads((run / run_directory.SUMMARY).read_text())["steps"]
   path = run / run_directory.METRICS

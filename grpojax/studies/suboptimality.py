@@ -12,9 +12,9 @@ fitted constant:
 
 with the eigenvalues lambda of H^1/2 S H^1/2 and H = -grad^2 J(theta*).
 
-Writes results.csv (a row per estimator, G and n), quantiles.csv, distances.csv,
-summary.json and suboptimality.png. The same command resumes after the last
-finished estimator.
+Writes results.csv (a row per estimator, G and n), quantiles.csv, summary.json
+and suboptimality.png. The same command resumes after the last finished
+estimator.
 """
 
 import functools
@@ -68,7 +68,7 @@ SETTINGS = run.settings(
 def config_errors(config: ConfigDict) -> list[tuple[str, str]]:
   """Lists mistakes in values that are within their ranges."""
   wrong = []
-  for name, least in (("steps", 1), ("group_sizes", 2)):
+  for name, least in {"steps": 1, "group_sizes": 2}.items():
     values = config[name]
     whole = values and all(type(x) is int for x in values)
     if not whole or values[0] < least or sorted(set(values)) != list(values):
@@ -177,8 +177,7 @@ class Outcome(NamedTuple):
   bands: tuple[float, float]  # 95% quantiles of KS and W1 by chance
 
 
-Outcomes = Mapping[tuple[str, int], Outcome]
-"""Outcomes by estimator and group size."""
+Outcomes = Mapping[tuple[str, int], Outcome]  # by estimator, group size
 
 
 def bandit() -> Bandit:
@@ -273,7 +272,7 @@ def best_group_size(known: Bandit) -> float:
 
 def tables(steps: tuple[int, ...], outcomes: Outcomes) -> dict[str, list[dict]]:
   """Returns the rows of the CSV files, by file name."""
-  rows = {"results": [], "quantiles": [], "distances": []}
+  rows = {"results": [], "quantiles": []}
 
   def apart(end, *samples):
     ks, w1 = distances(*samples)
@@ -297,13 +296,6 @@ def tables(steps: tuple[int, ...], outcomes: Outcomes) -> dict[str, list[dict]]:
     for level in LEVELS:
       runs, limit = (np.quantile(y, level) for y in (x.gaps[-1], x.limit))
       add("quantiles", label, {"level": level, "runs": runs, "limit": limit})
-  for (a, x), (b, y) in itertools.combinations(outcomes.items(), 2):
-    add(
-      "distances",
-      {"a": f"{a[0]} {a[1]}", "b": f"{b[0]} {b[1]}"},
-      apart("_runs", x.gaps[-1], y.gaps[-1]),
-      apart("_limits", x.limit, y.limit),
-    )
   return rows
 
 

@@ -40,14 +40,6 @@ class Problem(NamedTuple):
   beta: float
 
 
-class Population(NamedTuple):
-  """Probability, score and penalised reward Z of every completion."""
-
-  probabilities: Float[np.ndarray, "X V"]
-  scores: Float[np.ndarray, "X V d"]
-  rewards: Float[np.ndarray, "X V"]
-
-
 def make_problem(
   seed: int, prompts: int, vocab: int, dims: int, spread: float, beta: float
 ) -> Problem:
@@ -79,16 +71,16 @@ def objective(problem: Problem, theta: Vectors) -> Float[np.ndarray, "*n"]:
   return np.asarray(mean)
 
 
-def population(problem: Problem, theta: Vector) -> Population:
-  """Lists every completion under theta."""
+def population(problem: Problem, theta: Vector) -> tuple[np.ndarray, ...]:
+  """Returns each completion's probability, score and penalised reward Z.
+
+  They are [X, V], [X, V, d] and [X, V], under theta.
+  """
   ratio = log_ratios(problem, theta)
   probabilities = np.exp(ratio) / ratio.shape[-1]
   mean = np.einsum("xv,xvd->xd", probabilities, problem.features)
-  return Population(
-    probabilities,
-    problem.features - mean[:, None],
-    problem.rewards - problem.beta * ratio,
-  )
+  scores = problem.features - mean[:, None]
+  return probabilities, scores, problem.rewards - problem.beta * ratio
 
 
 def derivatives(problem: Problem, theta: Vector) -> tuple[Vector, Matrix]:

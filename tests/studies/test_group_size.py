@@ -31,7 +31,10 @@ def test_every_run_spends_the_same_samples():
   paper = runpy.run_path(str(ROOT / "configs/figure5.py"))["get_config"]()
   assert paper.budgets == (1024,)
   assert paper.group_sizes == (4, 8, 16, 32, 64, 128)
-  for config, count in (group_size.default_config(), 3 * 2 * 7), (paper, 5 * 7):
+  for config, count in (
+    (to_config(group_size.SETTINGS), 3 * 2 * 7),
+    (paper, 5 * 7),
+  ):
     points = list(runs(config))
     assert len({run.name for run, _ in points}) == count
     for run, size in points:

@@ -22,9 +22,9 @@ def bandit():
 def test_population_and_objective(bandit):
   p = special.softmax(bandit.features @ THETA, -1)
   z = bandit.rewards - bandit.beta * np.log(p * p.shape[1])
-  population = tabular.population(bandit, THETA)
-  assert_allclose(population.probabilities, p)
-  assert_allclose(population.rewards, z)
+  probabilities, _, rewards = tabular.population(bandit, THETA)
+  assert_allclose(probabilities, p)
+  assert_allclose(rewards, z)
   several = tabular.objective(bandit, np.stack([THETA, 0 * THETA]))
   assert_allclose(several, [(p * z).sum() / 3, bandit.rewards.mean()])
   theta = jnp.asarray(THETA, jnp.float32)
@@ -41,8 +41,8 @@ def test_derivatives_equal_differences(bandit):
     assert_allclose(rise / 2 / step, gradient[i], atol=1e-8)
     turn = np.subtract(*(tabular.derivatives(bandit, e)[0] for e in ends))
     assert_allclose(turn / 2 / step, hessian[i], atol=1e-7)
-    logs = [np.log(tabular.population(bandit, e).probabilities) for e in ends]
-    scores = tabular.population(bandit, THETA).scores[..., i]
+    logs = [np.log(tabular.population(bandit, e)[0]) for e in ends]
+    scores = tabular.population(bandit, THETA)[1][..., i]
     assert_allclose(scores, np.subtract(*logs) / 2 / step, atol=1e-7)
 
 
@@ -77,7 +77,7 @@ def test_optimum_in_closed_form():
   problem = problem._replace(rewards=np.array([[0.0, 1.0, 0.3]]))
   theta = tabular.optimum(problem)
   weights = np.exp(problem.rewards / 0.5)
-  probabilities = tabular.population(problem, theta).probabilities
+  probabilities = tabular.population(problem, theta)[0]
   assert_allclose(probabilities, weights / weights.sum())
   noise = tabular.gradient_noise(problem, theta, 4, 16)
   assert_allclose(noise.oracle, 0, atol=1e-7)
@@ -158,7 +158,7 @@ FLAGS = [
   "--config.group_sizes=(2,)",
   "--config.num_samples=4",
 ]
-TABLES = ("results.csv", "quantiles.csv", "distances.csv", "summary.json")
+TABLES = ("results.csv", "quantiles.csv", "summary.json")
 
 
 @pytest.fixture(scope="module")
