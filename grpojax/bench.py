@@ -51,7 +51,8 @@ FLAGS = {
 def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   """Returns config and flags; a workload has different defaults."""
   config, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
-  name, names = flags.workload, ", ".join(workloads.NAMES)
+  name = flags.workload
+  names = ", ".join(workloads.NAMES)
   if not name and not any(re.match("--?config[.=]?", word) for word in argv):
     raise ValueError(f"give --workload, one of {names}, or --config=FILE.py")
   if not name:

@@ -47,7 +47,8 @@ from grpojax.training.step import episodes
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
-NEW, QUIT = "/new", "/quit"
+NEW = "/new"
+QUIT = "/quit"
 HELP = f"each line is a prompt; {NEW} clears the history, {QUIT} ends the chat"
 
 FLAGS = {

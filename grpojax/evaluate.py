@@ -84,7 +84,8 @@ def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
     ks = [int(k) for k in flags.k.split(",")]
   except ValueError:
     raise ValueError(f"--k={flags.k}: give numbers like 1,2,4") from None
-  samples, majority = flags.samples, flags.majority
+  samples = flags.samples
+  majority = flags.majority
   first = settings.reward.functions[0]
   judges = {first, *mixtures.judges(settings).values()}
   errors = {
@@ -178,7 +179,8 @@ def _evaluate(
   answer = None
   if flags.majority:
     answer = evaluation.answer_reader(settings, settings.reward.functions[0])
-  values, by_data_set = [], {}
+  values = []
+  by_data_set = {}
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
       reward_pool = stack.enter_context(rewards_lib.open_reward_pool(settings))

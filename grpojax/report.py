@@ -28,7 +28,8 @@ SETTINGS = None
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
   """Separates runs from flags."""
-  runs, flags = [], []
+  runs = []
+  flags = []
   for before, word in zip(["", *argv], argv, strict=False):
     is_value = before in ("--out", "-out")
     (flags if word.startswith("-") or is_value else runs).append(word)

@@ -64,7 +64,9 @@ MODEL = "arithmetic-instruct"
 RUNS = "whole", "killed"  # of `check_resume`
 # Maximum mean differences of log-probabilities, nats per token: from a CPU in
 # float32 and bfloat16, and of the trainer from the rollout.
-FLOAT32, BFLOAT16, MISMATCH = 1e-4, 0.1, 0.02
+FLOAT32 = 1e-4
+BFLOAT16 = 0.1
+MISMATCH = 0.02
 # On GPUs the order of sums and the choice of kernels differ between runs.
 SAME_BITS = "--xla_gpu_deterministic_ops=true"
 
@@ -167,7 +169,13 @@ def check_parity() -> Iterator[Row]:
 
 def check_attention() -> Iterator[Row]:
   """Compares attention of long rows with plain attention."""
-  b, g, k, r, s, e, p = 1, 2, 2, 2, 512, 64, 128
+  b = 1
+  g = 2
+  k = 2
+  r = 2
+  s = 512
+  e = 64
+  p = 128
   shapes = [(b, g, k, r, s, e), *[(b, g, k, s, e)] * 2, *[(b, k, p, e)] * 2]
   keys = jax.random.split(seed_key(0), 6)
   draws = [jax.random.normal(*x) for x in zip(keys, shapes, strict=False)]
@@ -181,7 +189,8 @@ def check_attention() -> Iterator[Row]:
     return two_part_attention(q, x[:2], causal, x[2:], mask)
 
   def long(attention, q, *x):
-    row, prompt = KeysValues(*x[:2]), PromptKeysValues(*x[2:])
+    row = KeysValues(*x[:2])
+    prompt = PromptKeysValues(*x[2:])
     return attention(q, row, prompt, seen)
 
   def all_of(function, dtype):
@@ -221,8 +230,10 @@ def step_settings(directory: pathlib.Path, devices: int) -> TrainSettings:
   config.model.path = str(directory / "config.json")
   config.model.dtype = "bfloat16"
   config.model.remat = "full"
-  config.mesh.data, config.mesh.fsdp = 1, -1
-  config.batch_size, config.group_size = 8 * devices, 2 if small else 16
+  config.mesh.data = 1
+  config.mesh.fsdp = -1
+  config.batch_size = 8 * devices
+  config.group_size = 2 if small else 16
   config.optim.micro_batches = 2 if small else 16
   config.data.max_prompt_length = 32 if small else 512
   config.sampling.max_new_tokens = 64 if small else 1024

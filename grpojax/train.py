@@ -127,7 +127,8 @@ def group_size_line(summary: Mapping[str, Any]) -> str:
 
 def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:
   """Returns shell commands for a finished run by purpose."""
-  run, start = os.fspath(run), hub_pins.model(settings)
+  run = os.fspath(run)
+  start = hub_pins.model(settings)
   name = os.path.basename(run.rstrip("/")) or "run"
   words = {
     "look at it": ["report", run],

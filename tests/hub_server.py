@@ -86,11 +86,13 @@ def _handler(hub):
       hub.seen.add(token)
       if hub.status:
         return self.answer(b"{}", status=hub.status)
-      file, api = _FILE(path), _API(path)
+      file = _FILE(path)
+      api = _API(path)
       if not (file or api):
         return self.refuse("EntryNotFound", 404)
       kind = (file[1] or "models") if file else api[1]
-      name, revision = (file or api)[2], file[3] if file else api[4] or "main"
+      name = (file or api)[2]
+      revision = file[3] if file else api[4] or "main"
       commits = hub.files.get(f"{kind}/{name}", {})
       heads = hub.heads.get(f"{kind}/{name}", {})
       if not commits or hub.tokens.get(name, token) != token:
@@ -117,7 +119,8 @@ def _handler(hub):
     def file(self, commit, path, files):
       if path not in files:
         return self.refuse("EntryNotFound", 404)
-      body, part = files[path], None
+      body = files[path]
+      part = None
       headers = {"X-Repo-Commit": commit, "ETag": f'"{_oid(body)}"'}
       first = self.headers.get("Range", "")
       if self.command == "GET" and hub.broken.get(path, 0) > 0:

@@ -24,7 +24,8 @@ def test_adapters_resume_exactly_and_are_exported_merged(
   train.main([*argv, f"--run_dir={tmp_path / 'whole'}"])
   run = tmp_path / "run"
   with monkeypatch.context() as patch:
-    original, saved = checkpoint.save, []
+    original = checkpoint.save
+    saved = []
 
     def save(checkpointer, step, state, *rest):
       saved.append(state.params)
@@ -57,7 +58,8 @@ def test_adapters_resume_exactly_and_are_exported_merged(
       change = np.asarray(model[name] - base[name])
       assert (np.linalg.matrix_rank(change, tol=1e-4) <= 2).all()
   # A run and its exported model have the same accuracy.
-  results, out = [], tmp_path / "result.json"
+  results = []
+  out = tmp_path / "result.json"
   settings = toy_task.arguments(toy_model, evaluate.READS)
   for name in (run, run / "model", toy_model):
     words = [f"--model={name}", "--samples=32", f"--out={out}"]

@@ -68,7 +68,8 @@ def test_the_best_state_is_kept_and_becomes_the_model(
   export.main([f"--model={run}", f"--out={tmp_path / 'last'}"])
   printed = capsys.readouterr().out
   assert "step 3 of" in printed and "step 5 of" in printed
-  best, last = flat(tmp_path / "best"), flat(tmp_path / "last")
+  best = flat(tmp_path / "best")
+  last = flat(tmp_path / "last")
   np.testing.assert_array_equal(flat(run / "model"), best)
   assert (best != last).any()
   # More steps continue from the last state and keep the best.

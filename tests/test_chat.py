@@ -100,7 +100,8 @@ def test_errors_are_raised_before_compilation(
 @pytest.fixture
 def prompts(monkeypatch):
   """Recorded prompts; a stub answers the n-th with "answer n"."""
-  prompts, turns = [], set()
+  prompts = []
+  turns = set()
 
   def ask(speaker, example, turn):
     assert turn not in turns  # each turn draws different samples

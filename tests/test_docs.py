@@ -74,7 +74,8 @@ def accept(monkeypatch):
 
 @every_page
 def test_every_block_has_a_language_and_a_schedule(page):
-  text, blocks = page.read_text(), lib.blocks(page)
+  text = page.read_text()
+  blocks = lib.blocks(page)
   assert 2 * len(blocks) == text.count("```"), "unknown fence"
   for block in blocks:
     where = f"{page.name}:{block.line}"

@@ -36,7 +36,8 @@ class _Sources(html.parser.HTMLParser):
 
   def __init__(self):
     super().__init__()
-    self.addresses, self.pictures = [], []
+    self.addresses = []
+    self.pictures = []
 
   def handle_starttag(self, tag, attributes):
     values = dict(attributes)

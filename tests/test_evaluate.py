@@ -116,7 +116,8 @@ def test_the_batch_size_does_not_change_greedy_completions(
 @pytest.fixture
 def asked(monkeypatch):
   """Prompts and answers of every evaluation."""
-  seen, original = [], evaluation.evaluate
+  seen = []
+  original = evaluation.evaluate
 
   def recording(*args, **kwargs):
     result = original(*args, **kwargs)
@@ -140,7 +141,8 @@ def test_compare_samples_of_a_run_under_the_first_config(
   low, high = result["pass@1"][1:]
   assert 0.15 < low < 0.4 < high + 0.15
   assert asked[0] == asked[1] and len(asked[0]) == 30
-  other, difference = result.pop("compare"), result.pop("difference")
+  other = result.pop("compare")
+  difference = result.pop("difference")
   assert other.pop("model") == str(run)
   names = {"pass@1", "pass@4", "maj@1", "maj@4"}
   assert result.keys() == other.keys() == difference.keys() == names

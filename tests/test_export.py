@@ -35,9 +35,11 @@ def noise(tree, seed):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, settings_with):
   """A run with checkpoints of steps 2 and 4."""
-  path, settings = tmp_path_factory.mktemp("runs") / "run", settings_with()
+  path = tmp_path_factory.mktemp("runs") / "run"
+  settings = settings_with()
   run_directory.open_run(path, settings)
-  base, tx = hf.load_params(MODEL), optimizer(settings)
+  base = hf.load_params(MODEL)
+  tx = optimizer(settings)
   trained = {step: noise(base, step) for step in (2, 4)}
   with checkpoint.open_checkpointer(path / "checkpoints", keep=9) as saved:
     for step, params in trained.items():
@@ -76,7 +78,8 @@ def test_transformers_reads_an_export(run, tmp_path):
 def test_transformers_4_reads_an_export(run, tmp_path):
   """transformers 4 has no class TokenizersBackend."""
   source = shutil.copytree(hf.resolve(MODEL), tmp_path / "source")
-  file, out = source / "tokenizer_config.json", tmp_path / "out"
+  file = source / "tokenizer_config.json"
+  out = tmp_path / "out"
   settings = json.loads(file.read_text())
   other = settings | {"tokenizer_class": "TokenizersBackend"}
   file.write_text(json.dumps(other))
@@ -86,7 +89,8 @@ def test_transformers_4_reads_an_export(run, tmp_path):
 
 @pytest.mark.slow
 def test_export_of_a_finished_model_without_checkpoints(run, tmp_path):
-  copy, out = shutil.copytree(run.path, tmp_path / "run"), tmp_path / "out"
+  copy = shutil.copytree(run.path, tmp_path / "run")
+  out = tmp_path / "out"
   hf.save(copy / "model", run.trained[2], MODEL)
   export.main([str(copy), f"--out={out}"])  # checkpoints are preferred
   assert equal(hf.load_params(out), run.trained[4])
@@ -152,7 +156,8 @@ def test_unwritable_directories_are_refused(run, tmp_path, out, monkeypatch):
 
 def test_export_loads_only_parameters(run, tmp_path, monkeypatch):
   """The optimizer state, twice as large, is not loaded."""
-  read, load = [], checkpoint.stored_arrays.ocp.load
+  read = []
+  load = checkpoint.stored_arrays.ocp.load
   spy = lambda path, like: read.append(like) or load(path, like)
   monkeypatch.setattr(checkpoint.stored_arrays.ocp, "load", spy)
   export.main([str(run.path), f"--out={tmp_path / 'out'}"])
@@ -164,7 +169,8 @@ def test_export_loads_only_parameters(run, tmp_path, monkeypatch):
 def test_a_checkpoint_deleted_meanwhile_is_replaced_by_a_newer_one(
   run, tmp_path, monkeypatch
 ):
-  folder, read = tmp_path / "run" / "checkpoints", checkpoint.restore_policy
+  folder = tmp_path / "run" / "checkpoints"
+  read = checkpoint.restore_policy
   shutil.copytree(run.path, tmp_path / "run")
   newest = max(checkpoint.complete(folder))
 

@@ -29,7 +29,8 @@ SETTINGS = (  # with a reference; a single stage halves compilation
 @pytest.fixture
 def gcs(monkeypatch):
   pytest.importorskip("gcsfs")
-  port, program = free_port(), HERE / "training" / "fake_gcs.py"
+  port = free_port()
+  program = HERE / "training" / "fake_gcs.py"
   process = subprocess.Popen([sys.executable, program, str(port)])
   url = f"http://127.0.0.1:{port}"
   monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)

@@ -14,7 +14,8 @@ from grpojax.models import huggingface as hf
 from grpojax.training import run_models
 
 pytestmark = pytest.mark.slow
-ID, TOKEN = "org/tiny", "hf_" + "s3cret" * 5
+ID = "org/tiny"
+TOKEN = "hf_" + "s3cret" * 5
 LATER = "b" * 40
 
 
@@ -35,7 +36,8 @@ def rows(run):
 
 
 def same(a, b):
-  a, b = hf.load_params(a), hf.load_params(b)
+  a = hf.load_params(a)
+  b = hf.load_params(b)
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 

@@ -83,7 +83,8 @@ def test_every_part_has_an_import_rule():
 
 @every_module
 def test_imports_follow_the_rule(path):
-  part, names = part_of(path), imported(path)
+  part = part_of(path)
+  names = imported(path)
   allowed = [f"grpojax.{p}" for p in (*MAY_IMPORT[part], part) if p]
   ours = [name for name in names if within(name, ["grpojax"])]
   if part == "examples":  # which use the public names

@@ -100,10 +100,12 @@ def assert_same_run(run, expected, settings=LONG):
 def test_kill_at_any_moment(
   settings, kills, uninterrupted, toy_task, toy_model, tmp_path, capsys
 ):
-  run, rng = tmp_path / "run", random.Random()
+  run = tmp_path / "run"
+  rng = random.Random()
   argv = [*toy_task.arguments(toy_model, **settings), f"--run_dir={run}"]
   env = os.environ | {"PYTHONPATH": str(HERE.parent)}
-  steps, codes = 0, []
+  steps = 0
+  codes = []
   for _ in range(kills):
     process = subprocess.Popen(
       [sys.executable, str(HERE / "toy.py"), *argv], env=env
@@ -154,7 +156,9 @@ def test_sigterm_saves_and_the_next_run_resumes(
   settings, name, calls, done = MOMENTS[moment]
   argv = [*toy_task.arguments(toy_model, **settings), f"--run_dir={run}"]
   module = rewards_lib if name == REWARDS else checkpoint
-  original, begun, ended = getattr(module, name), [], []
+  original = getattr(module, name)
+  begun = []
+  ended = []
 
   def interrupted(*args, **options):
     begun.append(1)
@@ -196,7 +200,8 @@ def test_a_swallowed_ctrl_c_still_ends_the_run(
   toy_task, toy_model, tmp_path, monkeypatch, capsys, ctrl_c
 ):
   """Python swallows exceptions in callbacks of weak references."""
-  original, calls = rewards_lib.collect_rewards, []
+  original = rewards_lib.collect_rewards
+  calls = []
 
   def swallowed(*args, **options):
     calls.append(1)

@@ -65,7 +65,8 @@ def started(directory, count, words, of_1=()):
     "PYTHONPATH": str(HERE.parent),
   }
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={directory}"]
-  address, processes = f"127.0.0.1:{free_port()}", []
+  address = f"127.0.0.1:{free_port()}"
+  processes = []
   for i in range(count):
     own = [f"--coordinator={address}", f"--num_processes={count}"]
     own = [*own, f"--process_id={i}"] if count > 1 else []
@@ -237,7 +238,8 @@ def wait_for(directory, step, processes):
     time.sleep(0.02)
 
 
-TERM, KILL = signal.SIGTERM, signal.SIGKILL
+TERM = signal.SIGTERM
+KILL = signal.SIGKILL
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def test_dialogues_are_learned_from_the_answer():
   tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
   texts = sft.texts(config_with(format="dialogue"), tokenizer)
   for context, learned in itertools.islice(texts, 20):
-    prompt, answer = tokenizer.decode(context), tokenizer.decode(learned[:-1])
+    prompt = tokenizer.decode(context)
+    answer = tokenizer.decode(learned[:-1])
     assert learned[-1] == tokenizer.eos_token_id and "####" in answer
     assert "Q" not in answer and tokenizer.eos_token_id not in context
     # GRPO encodes the prompt to the same tokens.

@@ -22,7 +22,8 @@ class Problems:
   """Random access to sums with the answer 7."""
 
   def __init__(self, offset, size):
-    self.offset, self.size = offset, size
+    self.offset = offset
+    self.size = size
 
   def __len__(self):
     return self.size
@@ -50,7 +51,8 @@ def document(rng, **options):
 def task():
   """Replaces the arithmetic task by the toy task."""
   old = datasets.DATASETS["arithmetic"], arithmetic.document
-  datasets.DATASETS["arithmetic"], arithmetic.document = load, document
+  datasets.DATASETS["arithmetic"] = load
+  arithmetic.document = document
   try:
     yield
   finally:

@@ -85,7 +85,8 @@ def _record(monkeypatch):
   def reads(frame):
     while frame.f_code.co_filename == dataclasses.__file__:  # asdict
       frame = frame.f_back
-    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    file = frame.f_code.co_filename
+    name = frame.f_code.co_name
     in_run = file.startswith(folders) and file not in checks
     return in_run and not name.endswith("errors")
 
@@ -112,7 +113,8 @@ def toy_run(toy, toy_model, tmp_path_factory):
   """
   folder = tmp_path_factory.getbasetemp()
   folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-  result, home = folder / "toy_run.pickle", folder / "home"
+  result = folder / "toy_run.pickle"
+  home = folder / "home"
   with open(folder / "toy_run.lock", "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     if not result.exists():

@@ -115,7 +115,8 @@ def find(
   to `seen`. `inside` is the instruction by `memory.contents`; `caller` has the
   entries of a `Collective` that all of them share.
   """
-  collectives, repeated = [], set()
+  collectives = []
+  repeated = set()
   for i in inside.instructions.values():
     c = caller._replace(op_name=i.op_name or caller.op_name)
     if between := _between_slices(i, inside, c):

@@ -88,7 +88,8 @@ def _loop(
 ) -> Iterator[InstructionCost]:
   """Yields the costs of all iterations of a `while`, body and condition."""
   counted = trips.trip_count(walk.module, computation, loop, walk.constants)
-  count, in_token_loop = counted.most, walk.in_token_loop
+  count = counted.most
+  in_token_loop = walk.in_token_loop
   if not counted.exact:
     walk.token_loops.append(loop.op_name)
     if count is None:

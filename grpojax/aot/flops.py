@@ -77,7 +77,8 @@ def _dot(i: Instruction, inside: Computation) -> int:
   The gradient of the matrices contracts the rows, and its groups are the first
   dimension of the result.
   """
-  lhs, result = _dims(i, inside, 0), i.shapes[0]
+  lhs = _dims(i, inside, 0)
+  result = i.shapes[0]
   contracted = i.integers("lhs_contracting_dims")
   flops = 2 * result.elements * math.prod(lhs[d] for d in contracted)
   if set(i.integers("lhs_ragged_dims")) & set(contracted):
@@ -90,7 +91,8 @@ def _custom_call(i: Instruction, inside: Computation) -> int:
   stated = i.number(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
   if stated is not None:
     return stated
-  target, result = i.attribute("custom_call_target"), i.shapes[0]
+  target = i.attribute("custom_call_target")
+  result = i.shapes[0]
   if "triton" in target and "/grouped_" in i.op_name:
     # `models.grouped`: rows [N, A] and F result columns take 2 N A F.
     return 2 * math.prod(_dims(i, inside, -2)) * result.dims[-1]

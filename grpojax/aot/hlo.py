@@ -164,7 +164,9 @@ def parse(text: str) -> Module:
   name = re.match(r"\s*HloModule ([\w.\-]+)", text)
   if not name:
     raise ValueError(f"not the text of an HLO module: {text[:60]!r}")
-  computations, entry, current = {}, None, None
+  computations = {}
+  entry = None
+  current = None
   for line in text.splitlines():
     if line.startswith("}"):
       current = None

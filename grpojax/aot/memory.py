@@ -87,7 +87,8 @@ def contents(
   """
   opcode = instruction.opcode.removesuffix("-start")
   if opcode == "fusion":
-    fused, names = module.called(instruction, "calls"), {}
+    fused = module.called(instruction, "calls")
+    names = {}
     renamed = _renamed(module, fused, "", names)
     root = names[fused.root.name]
     every = {i.name: i._replace(is_root=i.name == root) for i in renamed}
@@ -164,7 +165,8 @@ def hbm_bytes(
   `inside` are its `contents`, `shapes` the shapes of its result, and `skipped`
   names collectives that another instruction accounts for.
   """
-  parameters, root = inside.parameters, inside.root
+  parameters = inside.parameters
+  root = inside.root
   if stack := root.number(rf"{ONE_OF}(\d+).*custom_call_config"):
     # An upper bound, as experts without tokens are not read.
     matrices = max(parameters, key=lambda p: p.shapes[0].elements)

@@ -114,7 +114,8 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   adapted = settings.lora.rank > 0
   dtype = settings.model.dtype if adapted else "float32"
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
-  params, ref_params = sharding.placed(whole, mesh), None
+  params = sharding.placed(whole, mesh)
+  ref_params = None
   if settings.model.teacher:
     path = hub_pins.pinned(settings, settings.model.teacher)
     of_teacher = read_model(path, ignore_keys)
@@ -180,7 +181,8 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
 
   That is "step" with reward.on_device, else "rollout", "reference" or "update".
   """
-  settings, state = run.settings, run.state
+  settings = run.settings
+  state = run.state
   options = {
     "settings": settings,
     "policy": run.policy,

@@ -116,8 +116,10 @@ def part_flops(run: programs.Run) -> dict[str, float]:
 def _cache_bytes(run: programs.Run) -> int:
   """Returns the bytes of the decode cache per device."""
   mesh = mesh_lib.sampling_mesh(run.mesh, run.settings.mesh.sampling_tensor)
-  model, sampling = run.model, run.settings.sampling
-  prompts, tokens = run.prompts // sampling.parts, sampling.max_new_tokens
+  model = run.model
+  sampling = run.settings.sampling
+  prompts = run.prompts // sampling.parts
+  tokens = sampling.max_new_tokens
   shape = prompts, run.group_size, model.kv_heads, tokens, model.head_dim
   sharding = mesh_lib.activation_sharding(
     mesh, shape, "batch", "group", "kv_heads"

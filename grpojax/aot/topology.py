@@ -143,7 +143,8 @@ def machine(name: str) -> Machine:
     options = _gpus(kind, count) if is_gpu else _slices(name)
     topology = topologies.get_topology_desc(**options)
   except Exception as error:  # JaxRuntimeError, of several kinds
-    version, message = jax.__version__, str(error)
+    version = jax.__version__
+    message = str(error)
     remedy = "it needs libtpu: pip install 'jax[tpu]' (no TPU is needed)"
     if is_gpu:
       remedy = (

@@ -97,7 +97,8 @@ def trip_count(
     for index in range(len(body.root.operands))
     if (value := around(loop.operands[0], index)) is not None
   }
-  constants, last = start, None
+  constants = start
+  last = None
   while constants != last:
     last = constants
     later = after(last)
@@ -105,7 +106,9 @@ def trip_count(
   known = loop.number(_KNOWN)
   if known is not None:
     return Trips(known, True, constants)
-  state, exact, count = start, True, 0
+  state = start
+  exact = True
+  count = 0
   while count < MOST:
     continues = _values(module, condition, state)(condition.root.name)
     if continues == 0:
@@ -114,5 +117,6 @@ def trip_count(
     later = after(state)
     if later == state:  # the known elements cannot end the loop
       break
-    state, count = later, count + 1
+    state = later
+    count = count + 1
   return Trips(None, False, constants)

@@ -42,18 +42,24 @@ def timed(
   rows: Iterable[Any], count: int, parts: Mapping[str, str]
 ) -> list[Step]:
   """Times `count` steps and prints them; `parts` names metrics of seconds."""
-  compiled, steps, before = compilation.seconds(), [], 0
+  compiled = compilation.seconds()
+  steps = []
+  before = 0
   clock, (busy, own) = time.perf_counter(), cpu_seconds()
   for number, row in enumerate(rows):
     now, (all_now, own_now) = time.perf_counter(), cpu_seconds()
-    wall, spent = now - clock, own_now - own
+    wall = now - clock
+    spent = own_now - own
     others = (all_now - busy - spent) / (wall * os.cpu_count())
     text = f"step {number + 1}/{count}  {wall:.2f} s"
     print(text, file=sys.stderr, flush=True)
     seconds = {k: float(row[metric]) for k, metric in parts.items()}
     seconds |= {"total": wall, "own_cpu": spent, "others": max(0.0, others)}
     steps.append(Step(number, row, seconds, compiled[before:]))
-    clock, busy, own, before = now, all_now, own_now, len(compiled)
+    clock = now
+    busy = all_now
+    own = own_now
+    before = len(compiled)
   return steps
 
 

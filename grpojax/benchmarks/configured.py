@@ -29,7 +29,8 @@ PARTS = {
 def measure_flops(dtype: Any, size: int = 2048) -> float:
   """Measures the FLOP/s of a square matrix product, the fastest of several."""
   product = jax.jit(lambda x: x @ x)
-  x, seconds = jnp.full((size, size), 1 / size, dtype), []  # its own square
+  x = jnp.full((size, size), 1 / size, dtype)  # its own square
+  seconds = []
   jax.block_until_ready(product(x))  # compiles
   for _ in range(7):
     start = time.perf_counter()
@@ -82,9 +83,11 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   kind = run.mesh.devices.flat[0].device_kind
   peak, source = peak_flops(kind, run.mesh.size, run.settings.model.dtype)
   opened = subject.open_subject(run)
-  prompts, parts = subject.random_prompts(run), PARTS
+  prompts = subject.random_prompts(run)
+  parts = PARTS
   if run.settings.reward.on_device:  # a single program; prompts with targets
-    prompts, parts = programs.data_prompts(run, opened.policy), {}
+    prompts = programs.data_prompts(run, opened.policy)
+    parts = {}
   with command_line.usage_errors():  # before anything compiles
     batches = list(itertools.islice(prompts, warmup + steps))
   rows = subject.steps(opened, batches)
@@ -143,7 +146,8 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
 
 def lines(report: dict[str, Any]) -> list[str]:
   """Formats a report as text."""
-  config, machine = report["config"], report["machine"]
+  config = report["config"]
+  machine = report["machine"]
   seconds = report["seconds"]
   rows = [("seconds", *seconds)]
   for name in ("median", "min", "max"):

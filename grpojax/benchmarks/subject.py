@@ -83,7 +83,8 @@ def _endless(policy: Policy) -> LM:
 
 def open_subject(run: programs.Run) -> Subject:
   """Draws weights for a run on shapes; opens its optimizer and reference."""
-  settings, policy = run.settings, run.policy
+  settings = run.settings
+  policy = run.policy
   if settings.reward.on_device:  # the device step needs ids in the vocabulary
     policy = policy._replace(lm=_endless(policy))
   else:
@@ -112,7 +113,8 @@ def open_subject(run: programs.Run) -> Subject:
 
 def random_prompts(run: programs.Run) -> Iterator[Prompts]:
   """Yields prompts of the configured length with uniform ids."""
-  rng, vocab = np.random.default_rng(run.settings.seed), run.model.vocab_size
+  rng = np.random.default_rng(run.settings.seed)
+  vocab = run.model.vocab_size
   shape = run.prompts, run.settings.data.max_prompt_length
   while True:
     yield whole_prompts(rng.integers(0, vocab, shape).astype(np.int32))
@@ -133,7 +135,8 @@ def steps(
   With reward.on_device, steps use their config's reward. `budgets` is as in
   `step.sampling.sampler_program`: the largest lengths of completions.
   """
-  run, settings = subject.run, subject.run.settings
+  run = subject.run
+  settings = subject.run.settings
   options = {
     "group_size": run.group_size,
     "tx": subject.tx,

@@ -157,7 +157,8 @@ def prompts_from_left_padded(
     ids  [[9 9 1 2]   mask [[0 0 1 1]   ->  [[1 2 9 9]   [[1 1 0 0]
           [3 4 5 6]]        [1 1 1 1]]       [3 4 5 6]]   [1 1 1 1]]
   """
-  ids, mask = jnp.asarray(ids), jnp.asarray(mask).astype(bool)
+  ids = jnp.asarray(ids)
+  mask = jnp.asarray(mask).astype(bool)
   order = jnp.argsort(~mask, axis=-1, stable=True)
   aligned: Bool[Array, "B P"] = jnp.take_along_axis(mask, order, axis=-1)
   return Prompts(jnp.take_along_axis(ids, order, axis=-1), aligned, targets)

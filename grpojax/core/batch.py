@@ -80,7 +80,8 @@ def make_batch(
       "policy_params"
     )
   logprobs = functools.partial(_rollout_logprobs, options)
-  old_logprobs, reference = rollout.logprobs, TokenLogprobs(None, None)
+  old_logprobs = rollout.logprobs
+  reference = TokenLogprobs(None, None)
   if recomputes:
     policy = lm, policy_params, sampling
     old_logprobs = logprobs(rollout, packing, *policy).logprobs
@@ -189,7 +190,8 @@ def _with_prompts(
   rollout: Rollout, packing: Packing | None, prompts: Prompts
 ) -> tuple[Rollout, Packing | None]:
   """Replaces the prompts of a rollout, and the packing's room for them."""
-  ids, mask = prompts.prompt_ids, prompts.prompt_mask
+  ids = prompts.prompt_ids
+  mask = prompts.prompt_mask
   if ids.shape[0] != rollout.prompt_ids.shape[0]:
     raise ValueError(
       f"ref_prompts has {ids.shape[0]} prompts and the rollout "
@@ -198,7 +200,8 @@ def _with_prompts(
   rollout = rollout.replace(prompt_ids=ids, prompt_mask=mask)
   if packing is None:
     return rollout, None
-  sizes, copies = packing.rows.sizes, packing.prompt_of_copy.shape[-1]
+  sizes = packing.rows.sizes
+  copies = packing.prompt_of_copy.shape[-1]
   room = sizes.bundles // sizes.devices * copies * ids.shape[1]
   rows = packing.rows.replace(sizes=sizes._replace(prompt_tokens=room))
   return rollout, packing.replace(rows=rows)

@@ -31,7 +31,8 @@ class Ends(NamedTuple):
 
 def on_device(ends: Ends) -> Ends:
   """Converts end ids and the stop table, if any, to JAX arrays."""
-  ids, stop = jnp.asarray(ends.ids, jnp.int32), ends.stop
+  ids = jnp.asarray(ends.ids, jnp.int32)
+  stop = ends.stop
   if stop:
     classes, table = map(jnp.asarray, stop[1:])
     stop = stop._replace(classes=classes, table=table)

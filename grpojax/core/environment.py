@@ -158,7 +158,8 @@ def _check_answer(answer: Any, first: PyTree, size: int) -> None:
   types = {"ids": "integer", "length": "integer"}
   types |= {"reward": "real", "done": "boolean"}
   for name, kind in types.items():
-    value, shape = getattr(seen, name), (size,) if name == "ids" else ()
+    value = getattr(seen, name)
+    shape = (size,) if name == "ids" else ()
     fits = getattr(value, "shape", None) == shape
     if not fits or jnp.dtype(value.dtype).kind not in kinds[kind]:
       raise ValueError(

@@ -154,8 +154,10 @@ def micro_batch_loss(
   batch = map_rows(constrain, batch)
   weights = constrain(weights, "batch", "group")
   scored = terms.logprobs(params, batch)
-  logprobs, entropy = scored.logprobs, scored.entropy
-  mask, token_mask = batch.completion_mask, totals.token_mask
+  logprobs = scored.logprobs
+  entropy = scored.entropy
+  mask = batch.completion_mask
+  token_mask = totals.token_mask
   if terms.selects_tokens and token_mask is None:
     # This micro-batch is the whole minibatch.
     token_mask = entropy_lib.highest_entropy(

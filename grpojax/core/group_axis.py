@@ -88,7 +88,8 @@ def sum_of_others(x: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
   Summed from both ends: "total minus x_i" would keep the rounding of a large
   x_i.
   """
-  axis, end = x.ndim - 1, jnp.zeros_like(x[..., :1])
+  axis = x.ndim - 1
+  end = jnp.zeros_like(x[..., :1])
   before = jax.lax.cumsum(x[..., :-1], axis)
   after = jax.lax.cumsum(x[..., 1:], axis, reverse=True)
   return jnp.concatenate([end, before], -1) + jnp.concatenate([after, end], -1)

@@ -63,7 +63,8 @@ def make_mesh(
   ValueError unless the axes multiply to the number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
-  sizes, count = [data, fsdp, expert, tensor], len(devices)
+  sizes = [data, fsdp, expert, tensor]
+  count = len(devices)
   text = " ".join(f"{a}={n}" for a, n in zip(AXES, sizes, strict=True))
   if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
     raise ValueError(f"mesh {text}: use axes of at least 1, and at most one -1")
@@ -115,7 +116,8 @@ def sampling_mesh(
   divide so.
   """
   tensor_name = "sampling_tensor" if tensor else "tensor"
-  tensor, expert = tensor or mesh.shape["tensor"], mesh.shape["expert"]
+  tensor = tensor or mesh.shape["tensor"]
+  expert = mesh.shape["expert"]
   if devices:
     rows, rest = divmod(len(devices), expert * tensor)
     if rest:
@@ -167,7 +169,8 @@ def divide(
   whose size it divides: data=2 splits 2 prompts of 8 samples along B, fsdp=4
   along G. Returns the mesh axes that split each array axis.
   """
-  free, axes_of_each = dict(sizes), []
+  free = dict(sizes)
+  axes_of_each = []
   for size, axes in zip(shape, allowed, strict=False):
     taken = []
     for axis in axes:

@@ -182,7 +182,8 @@ class Objective:
   )
 
   def __post_init__(self):
-    errors, reasons = option_errors(self), {}
+    errors = option_errors(self)
+    reasons = {}
     if self.advantage == "oracle":
       errors = [line for line in errors if not line.startswith("advantage =")]
       reasons["advantage"] = (

@@ -70,7 +70,8 @@ def in_interval(within: str, value: float | int) -> bool:
   """Returns True if `value` is in an interval like "[0, 1)"; NaN never is."""
   left, low, high, right = _interval(within)
   base, power, exponent = high.partition("**")
-  low, high = float(low), float(base) ** float(exponent if power else 1)
+  low = float(low)
+  high = float(base) ** float(exponent if power else 1)
   above = value >= low if left == "[" else value > low
   below = value <= high if right == "]" else value < high
   return above and below

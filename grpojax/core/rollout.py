@@ -92,7 +92,9 @@ def rollout(
     )
   ends = ends_lib.on_device(read_ends(eos_ids))
   check_read_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
-  b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
+  b = prompts.prompt_ids.shape[0]
+  g = group_size
+  t_max = max_new_tokens
   if g < 1 or t_max < 1:
     raise ValueError(
       f"group_size={g} and max_new_tokens={t_max} must be at least 1"

@@ -185,7 +185,10 @@ def _array(value: Any) -> np.ndarray:
 
 def _row(segments: Any, where: str):
   """Returns a trajectory's ids, turns, log-probabilities and turn rewards."""
-  ids, turns, logprobs, rewards = [], [], [], []
+  ids = []
+  turns = []
+  logprobs = []
+  rewards = []
   if isinstance(segments, Segment) or not all(
     isinstance(segment, Segment) for segment in segments
   ):
@@ -198,7 +201,8 @@ def _row(segments: Any, where: str):
       "after the last turn"
     )
   for i, segment in enumerate(segments):
-    new, reward = _array(segment.ids), _array(segment.reward)
+    new = _array(segment.ids)
+    reward = _array(segment.reward)
     is_list = new.ndim == 1 and new.size and new.dtype.kind in "iu"
     if not is_list or not 0 <= new.min() <= new.max() < 2**31:
       raise ValueError(

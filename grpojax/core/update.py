@@ -80,7 +80,8 @@ def off_policy_conflicts(
   (`advantages.OF_SUBSETS`) do not take weights of single samples.
   """
   to_rollout = objective.old_logprobs == "rollout"
-  reasons, samples = {}, []
+  reasons = {}
+  samples = []
   if sampling.formats:
     samples.append(f"in int8 ({', '.join(sampling.formats)})")
   if ahead:
@@ -212,7 +213,8 @@ def make_update(
     if objective.has_exact_kl and not missing:
       terms = plain.with_reference(ref_lm or lm, ref_params, batch.ref_hidden)
     step_minibatch = functools.partial(update_minibatch, terms)
-    epochs, minibatches = options.epochs, options.minibatches
+    epochs = options.epochs
+    minibatches = options.minibatches
 
     def update_epoch(state: TrainState, order):
       rows = batch if order is None else reorder_rows(batch, order)

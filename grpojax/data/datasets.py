@@ -43,7 +43,8 @@ _OURS = ("split", "path", "seed")  # set by the run, not by data.options
 
 def _is(value: Any, hint: Any) -> bool:
   """Returns True if a value fits an annotation, or for other annotations."""
-  origin, parts = typing.get_origin(hint), typing.get_args(hint)
+  origin = typing.get_origin(hint)
+  parts = typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
     return any(_is(value, part) for part in parts)
   if origin is Sequence:
@@ -69,7 +70,8 @@ def load(
   if name not in DATASETS:
     known = ", ".join(DATASETS)
     raise ValueError(f"--config.data.name = {name!r}: use one of {known}")
-  load_, options = DATASETS[name], dict(options or {})
+  load_ = DATASETS[name]
+  options = dict(options or {})
   known = inspect.signature(load_).parameters
   if path and "path" not in known:
     raise ValueError(f"--config.data.path: the data set {name} has no files")

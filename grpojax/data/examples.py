@@ -46,7 +46,8 @@ class Examples(Sequence):
   """Random access to `size` examples that are read on the fly."""
 
   def __init__(self, size: int, read: Callable[[int], Example]):
-    self._size, self.read = size, read
+    self._size = size
+    self.read = read
 
   def __len__(self) -> int:
     return self._size

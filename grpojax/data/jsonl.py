@@ -29,9 +29,11 @@ def rows(file: pathlib.Path) -> Iterator[Keyed]:
   stop = 0
   with open(file, "rb") as lines:
     for number, line in enumerate(lines, 1):
-      start, stop = stop, stop + len(line)
+      start = stop
+      stop = stop + len(line)
       if number == 1 and line.startswith(_BOM):
-        start, line = start + len(_BOM), line.removeprefix(_BOM)
+        start = start + len(_BOM)
+        line = line.removeprefix(_BOM)
       if line.strip():
         label = f"{file}, line {number}"
         try:

@@ -88,7 +88,8 @@ def _check_text(value: Any, name: str, empty: bool = False) -> None:
 def _prompt(row: Row, name: str, messages: str) -> str | list[Row]:
   value = _value(row, name)
   if value is None and _value(row, messages) is not None:
-    value, name = _value(row, messages), messages
+    value = _value(row, messages)
+    name = messages
   if value is None and not {name, messages} & row.keys():
     raise ValueError(
       f"no field {name!r} and no field {messages!r}: set data.options.prompt "
@@ -223,10 +224,12 @@ def load(
   - `test`: share held out as the test split, or its own file or pattern.
   """
   examples_lib.check_split(split)
-  file_split, share = split, test
+  file_split = split
+  share = test
   if isinstance(test, str):  # both splits have their own files
     path = test if split == "test" else path
-    file_split, share = "train", 0
+    file_split = "train"
+    share = 0
   check_share(share)
   read = reader(prompt, answer, messages, answer_after, columns)
   parts: list[Examples] = []

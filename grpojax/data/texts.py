@@ -53,7 +53,8 @@ def encode_examples(
   With `learn_prompts` the loss counts the prompts too. Texts of more than
   `longest` tokens are dropped; ValueError if all are.
   """
-  texts, dropped = [], 0
+  texts = []
+  dropped = 0
   for example in examples:
     context = list(encode_prompt(example["prompt"]))
     learned = [*encode(solution(example)), eos_id]
@@ -94,7 +95,8 @@ def arithmetic_texts(
     if form == "dialogue":
       prompt, text = arithmetic.dialogue(rng, **options)
     else:
-      prompt, text = "", arithmetic.document(rng, **options)
+      prompt = ""
+      text = arithmetic.document(rng, **options)
     yield (encode(prompt) if prompt else []), [*encode(text), eos_id]
 
 
@@ -118,7 +120,10 @@ def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
     shape = (rows, length)
     return Rows(*(np.zeros(shape, np.int32) for _ in range(3)), np.zeros(shape))
 
-  batch, row, used, segment = empty(), 0, 0, 0
+  batch = empty()
+  row = 0
+  used = 0
+  segment = 0
   for context, learned in texts:
     size = len(context) + len(learned)
     if size > length:
@@ -126,10 +131,13 @@ def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
         f"a text has {size} tokens, but a row {length}: use longer rows"
       )
     if used + size > length:
-      row, used, segment = row + 1, 0, 0
+      row = row + 1
+      used = 0
+      segment = 0
       if row == rows:
         yield batch
-        batch, row = empty(), 0
+        batch = empty()
+        row = 0
     segment += 1
     span = slice(used, used + size)
     batch.ids[row, span] = [*context, *learned]

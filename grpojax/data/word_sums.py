@@ -83,7 +83,8 @@ def _solved(
   shots: int, steps: tuple[int, int], largest: int, tool: str
 ) -> list[dict[str, str]]:
   """Draws a chat of solved problems, from the fewest steps to the most."""
-  rng, chat = np.random.default_rng(0), []
+  rng = np.random.default_rng(0)
+  chat = []
   for count in np.linspace(*steps, shots).round():
     prompt, numbers = _draw("train", rng, int(count), largest)
     chat.append({"role": "user", "content": prompt})

@@ -79,7 +79,8 @@ def resolve(
     # The name in the schema.
     named.append((getattr(function, "__name__", label(tool)), function))
   functions = dict(named)
-  subject, options = f"environment {path!r}", dict(options or {})
+  subject = f"environment {path!r}"
+  options = dict(options or {})
 
   def use_tools(action: str, methods: Functions) -> Step:
     calls = tools_lib.TOOL_CALLS[tool_format](action)

@@ -136,7 +136,8 @@ def play(
 
 def play_together(*plays: Generator[Any, None, object]) -> list[object]:
   """Runs several plays alternately and returns their results."""
-  results, running = [None] * len(plays), set(range(len(plays)))
+  results = [None] * len(plays)
+  running = set(range(len(plays)))
   while running:
     for i in sorted(running):
       try:
@@ -155,7 +156,8 @@ def _read(programs, params, rows, observed, length, slots):
   size = _block(min(longest, rows.turns.shape[-1]))
   for start in range(0, max(longest, 1), size):
     ids = np.zeros((*length.shape, size), np.int32)
-    count, complete = np.zeros(length.shape, np.int32), np.zeros(length.shape)
+    count = np.zeros(length.shape, np.int32)
+    complete = np.zeros(length.shape)
     for place, observation in observed.items():
       part = observation[start : start + size]
       ids[place][: len(part)] = part

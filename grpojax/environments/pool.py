@@ -50,7 +50,8 @@ class EnvironmentPool(workers_lib.WorkerPool):
     setup = {"path": path, "tools": [*tools], "tool_format": tool_format}
     setup |= {"options": dict(options or {}), "action": action}
     environment = conventions.resolve(**setup)
-    self.tools, self._timeout = environment.tools, timeout
+    self.tools = environment.tools
+    self._timeout = timeout
     self.ends = environment.end is not None
     # Episodes stay with their worker, which keeps the instances.
     super().__init__(worker, setup, workers, _LONGEST, pinned=self.ends)
@@ -65,7 +66,8 @@ class EnvironmentPool(workers_lib.WorkerPool):
     jobs = []
     for i, call in enumerate(calls):
       # A copy by way of JSON, with workers and without, so calls share no data.
-      content, plays = json.loads(workers_lib.to_line(list(call))), 1
+      content = json.loads(workers_lib.to_line(list(call)))
+      plays = 1
       if self.ends and content[0] != "reset":
         plays += 2 + len(content[1]["actions"])  # see `replay`
       place = content[-1] if places is None else places[i]
@@ -98,7 +100,8 @@ def check_replay(
   Returns the answers to the reset and to each action, until the episode ends.
   ValueError if the reset fails or the four answers differ.
   """
-  calls, place = [("reset", example, seed)] * 4, "its reset"
+  calls = [("reset", example, seed)] * 4
+  place = "its reset"
   answers: list[Step | str] = []
   for action in (*actions, *_TRIAL, ""):
     # The first call gets the live instance; the other three replay the actions.

@@ -43,7 +43,8 @@ def to_step(value: Any) -> Step:
       f"returned {value!r:.80}: write `return Step(observation, reward, done,"
       " state)`, or a dict with these keys"
     )
-  done, seen = to_float(value.done), value.observation
+  done = to_float(value.done)
+  seen = value.observation
   if done not in (0.0, 1.0):
     raise WrongAnswer(f"returned done={value.done!r:.80}: use True or False")
   if not isinstance(value.info, Mapping | None):

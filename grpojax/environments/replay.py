@@ -144,7 +144,8 @@ def seeded(*values: Any) -> Iterator[None]:
   A repeated step draws the same numbers in any process.
   """
   seed = int(_hash(*values)[:8], 16)
-  before, numpy_before = random.getstate(), np.random.get_state()
+  before = random.getstate()
+  numpy_before = np.random.get_state()
   try:
     random.seed(seed)
     np.random.seed(seed)

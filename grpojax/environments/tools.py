@@ -33,7 +33,8 @@ class Call(NamedTuple):
 def _calls(text: str, key: str = "arguments") -> list[Call | str]:
   """Parses the JSON of a call or a list of calls; errors are strings."""
   try:
-    values, calls = json.loads(text), []
+    values = json.loads(text)
+    calls = []
     for value in values if isinstance(values, list) else [values]:
       arguments = value.get(key, {})
       if isinstance(arguments, str):  # JSON in JSON, as OpenAI writes it
@@ -86,7 +87,8 @@ _MADE_UP = {"integer": 1, "number": 1.0, "boolean": True, "array": []}
 
 def made_up(schema: Mapping[str, Any], tool_format: str) -> str:
   """Returns a turn that calls a tool with arguments made up from its schema."""
-  function, arguments = schema["function"], {}
+  function = schema["function"]
+  arguments = {}
   parameters = function["parameters"]
   for name in parameters.get("required", ()):
     about = parameters["properties"][name]
@@ -129,7 +131,8 @@ def answer(
   """Runs the calls of a turn in order; without calls the episode ends."""
   if not calls:
     return Step(done=True)
-  messages, errors = [], 0
+  messages = []
+  errors = 0
   longest = _LONGEST // len(calls)
   for call in calls:
     name = call.name if isinstance(call, Call) else "tool_call"

@@ -61,7 +61,8 @@ def from_apply(
         "a model from grpojax.models.adapters cannot read packed completions: "
         "leave segments=None, or use a model of grpojax.models"
       )
-    start, size = 0, ids.shape[2]
+    start = 0
+    size = ids.shape[2]
     if positions is None:
       first = 0 if cache is None else cache["index"]
       positions = jnp.broadcast_to(first + jnp.arange(size), ids.shape)
@@ -192,7 +193,8 @@ def check_causal(lm: LM, params: Params, length: int = 8) -> None:
       "fewer positions or, if a shorter row gives nan too, bad parameters"
     )
   change = jnp.nan_to_num(jnp.abs(jnp.diff(logprobs, axis=0)))
-  before, after = float(change[:, :half].max()), float(change[:, half:].max())
+  before = float(change[:, :half].max())
+  after = float(change[:, half:].max())
   if before > max(1e-6, 1e-3 * after):  # more than rounding
     raise ValueError(
       "the model is not causal: changing the end of a completion changes "

@@ -43,7 +43,8 @@ def rms_norm(
   @functools.partial(jax.checkpoint, prevent_cse=False)
   @cpu.on_squeezed
   def normalize(x, scale):
-    x, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
+    x = x.astype(jnp.float32)
+    scale = scale.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * jnp.broadcast_to(1 + scale if offset else scale, x.shape)
 
@@ -125,7 +126,8 @@ def _attend(
   # backward pass a sum over keys. In 16 bits this sum of rounded gradients is
   # needed: it cancels the errors common to all keys or values.
   if q.dtype != jnp.float32:
-    weights, total = [w / total for w in weights], 1.0
+    weights = [w / total for w in weights]
+    total = 1.0
 
   def out_of(weights, part):
     product = f"{logits_axes},{part.axes[1]}->{axes}"
@@ -180,7 +182,8 @@ def _side_by_side(
 def _apart(out: Float[Array, "B G k r S e"], heads: int) -> Array:
   """Undoes `_side_by_side` in outputs: [B, G, K, R, S, E]."""
   b, g, k, r, s, e = out.shape
-  r, e = r // heads, e // heads
+  r = r // heads
+  e = e // heads
   part = lambda i, size: slice(i * size, (i + 1) * size)
   outputs = [out[:, :, :, part(i, r), :, part(i, e)] for i in range(heads)]
   return jnp.stack(outputs, axis=3).reshape(b, g, k * heads, r, s, e)
@@ -226,14 +229,16 @@ def two_part_attention(
   keys, values = (cpu.squeeze(x, cache.ROW_AXES, unit) for x in row)
   if row_mask.ndim == len(shape):
     row_mask = cpu.squeeze(row_mask, "bgkrsc", unit)
-  row_q, row_axes = q, cpu.without(cache.ROW_AXES, unit)
+  row_q = q
+  row_axes = cpu.without(cache.ROW_AXES, unit)
   if together > 1:
     row_q = _side_by_side(q, together)
     keys, values = (cache.side_by_side(x, together) for x in (keys, values))
   parts.append(_Keys(keys, values, row_mask, (row_axes,) * 2))
   out, lse = _attend(row_q, parts, scale, cap, cpu.without(_QUERY_AXES, unit))
   if together > 1:
-    out, lse = _apart(out, together), lse.reshape(*q.shape[:-1], 1)
+    out = _apart(out, together)
+    lse = lse.reshape(*q.shape[:-1], 1)
   if prompt is not None:
     prompt_out, prompt_lse = _attend_prompt(
       q, prompt, prompt_mask, scale, cap, unit

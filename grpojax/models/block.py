@@ -93,7 +93,9 @@ def _masks(
   local: Local, window: int, context: TokenContext
 ) -> tuple[Array, Array | None, Array | None]:
   """Returns masks of row, slots and prompt, limited to a local window."""
-  row, slots, prompt = context.mask, context.slot_mask, context.prompt_mask
+  row = context.mask
+  slots = context.slot_mask
+  prompt = context.prompt_mask
   if local is False:
     return row, slots, prompt
 
@@ -141,7 +143,8 @@ def _heads(
   k = _project(y, layer, "k").reshape(b, g, s, c.kv_heads, c.head_dim)
   v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
   if c.qk_norm:
-    q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
+    q = norm(q, layer["q_norm"])
+    k = norm(k, layer["k_norm"])
   q, k = (rotate(x, table).astype(y.dtype) for x in (q, k))
   return Heads(q, k, v.astype(y.dtype))
 

@@ -77,7 +77,8 @@ def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
   block = settings.block
   apart = (query_index - index) * block  # slots from first key to first query
   slot = jnp.arange(block)
-  mask, seen = apart + slot[:, None] >= slot, apart >= 0
+  mask = apart + slot[:, None] >= slot
+  seen = apart >= 0
   if segments is not None:
     mask &= query_segments[..., None] == segments[..., None, :]
   if settings.any_local:
@@ -169,7 +170,8 @@ def _forward(settings, q, row, prompt, visibility):
   """Returns the output, float32, and log-sum-exps [B, G, K, R, S]."""
   # Without the barrier, JAX would hoist constants out of an outer loop that it
   # differentiates (over layers): the masks of all blocks at once.
-  local, start = visibility.local, jnp.zeros((), jnp.int32)
+  local = visibility.local
+  start = jnp.zeros((), jnp.int32)
   q, row, prompt, visibility, start = jax.lax.optimization_barrier(
     (q, row, prompt, visibility._replace(local=None), start)
   )
@@ -240,7 +242,8 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
   @_recomputed
   def tangent_block(block):
     q, dq, out, lse, queries = block
-    q, dq = _laid_out(q), _laid_out(dq).astype(jnp.float32)
+    q = _laid_out(q)
+    dq = _laid_out(dq).astype(jnp.float32)
     lse = lse[..., None]
     carry = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lse.shape, jnp.float32)
 

@@ -191,7 +191,8 @@ def align(
   row, and `slots` the new number of slots, at least the old number.
   """
   (block,) = cache.blocks
-  shifts, more = index - ends, slots - _size(block[0])
+  shifts = index - ends
+  more = slots - _size(block[0])
   move = lambda axis, x: pad(_roll_rows(x, shifts, axis), axis, more)
   return Cache(index, (_constrain(_map(move, block)),))
 

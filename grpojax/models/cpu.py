@@ -68,7 +68,8 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   merge = several and alone in x_axes and alone in out and free
 
   def on_cpu(x, y):
-    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    x = x.astype(jnp.float32)
+    y = y.astype(jnp.float32)
     if not merge:
       return jnp.einsum(product, x, y)
     first = x_axes.index(alone)

@@ -41,7 +41,8 @@ def _draw_part(columns, logits_of, hidden, head, scales, masks, uniform, out):
   The first rows of out [1, 8, rows] are the largest logit, the sum of
   exp(logit - largest), the drawn column and its logit.
   """
-  width, first_column = head.shape[1], pl.program_id(0) * head.shape[1]
+  width = head.shape[1]
+  first_column = pl.program_id(0) * head.shape[1]
   matrix = head[...].astype(hidden.dtype)  # may be 8-bit integers
   x = jnp.dot(hidden[...], matrix, preferred_element_type=jnp.float32)
   for scale in scales:
@@ -97,7 +98,8 @@ def draw_parts(
   """
   (count, depth), columns, width = hidden.shape, head.shape[1], _width(head)
   padding = (0, -count % LANES), (0, 0)
-  hidden, uniform = jnp.pad(hidden, padding), jnp.pad(uniform, padding)
+  hidden = jnp.pad(hidden, padding)
+  uniform = jnp.pad(uniform, padding)
   rows = min(len(hidden), _ROWS)
   parts = pl.cdiv(columns, width)
   scales, masks = (
@@ -138,7 +140,8 @@ def write_row(
 ) -> Shaped[Array, "L B G K C W"]:
   """Returns x with `new` at index `slot` of C; W is a multiple of 128."""
   count, *_, slots, width = shape = x.shape
-  x, new = x.reshape(count, -1, slots, width), new.reshape(count, -1, width)
+  x = x.reshape(count, -1, slots, width)
+  new = new.reshape(count, -1, width)
   height = 32 // x.dtype.itemsize  # rows of a tile
   rows = min(x.shape[1], _NEW // width)
 

@@ -142,8 +142,10 @@ def _over_keys(settings, q, parts, add, carry):
     def step(j, carry, part=part, key_block=key_block):
       start = pl.multiple_of(j * key_block, key_block)
       block = pl.ds(start, key_block)
-      keys, values = part.keys[block, :], part.values[block, :]
-      first, last = part.first[...], part.last[...]
+      keys = part.keys[block, :]
+      values = part.values[block, :]
+      first = part.first[...]
+      last = part.last[...]
       logits, mask = _logits(settings, keys, q, start, first, last)
       return add(carry, logits, mask, keys, values)
 
@@ -197,17 +199,23 @@ def _keys_kernel(
 
   Sums over the query heads of these keys, in the references and on the grid.
   """
-  j, head = pl.program_id(2), pl.program_id(3)
-  keys, values = part.keys[...], part.values[...]
-  block, heads = settings.blocks[0], len(q_ref)
+  j = pl.program_id(2)
+  head = pl.program_id(3)
+  keys = part.keys[...]
+  values = part.values[...]
+  block = settings.blocks[0]
+  heads = len(q_ref)
 
   def step(i, carry, r):
     dkeys, dvalues = carry
     at = pl.ds(pl.multiple_of(i * block, block), block)
-    q, dout = q_ref[r, at, :], dout_ref[r, at, :]
-    first, last = part.first[:, at], part.last[:, at]
+    q = q_ref[r, at, :]
+    dout = dout_ref[r, at, :]
+    first = part.first[:, at]
+    last = part.last[:, at]
     logits, mask = _logits(settings, keys, q, j * len(keys), first, last)
-    lse, di = lse_ref[r, :, at], di_ref[r, :, at]
+    lse = lse_ref[r, :, at]
+    di = di_ref[r, :, at]
     weights, dlogits = _dlogits(settings, logits, mask, lse, values, dout, di)
     dkeys += _dot(dlogits.astype(q.dtype), q, (1, 0))
     dvalues += _dot(weights.astype(q.dtype), dout, (1, 0))
@@ -287,7 +295,8 @@ def _over_queries(settings, kernel, products, queries, parts, out):
 
   `queries` are [N, H, S, E] and [N, H, 1, S], like the abstract `out`.
   """
-  q, block = queries[0], settings.blocks[0]
+  q = queries[0]
+  block = settings.blocks[0]
   n, heads, size, width = q.shape
 
   def query_spec(x):
@@ -297,7 +306,8 @@ def _over_queries(settings, kernel, products, queries, parts, out):
     return pl.BlockSpec((None, None, block, width), index)
 
   def part_specs(part):
-    share, ratio = n // len(part.keys), heads // part.keys.shape[1]
+    share = n // len(part.keys)
+    ratio = heads // part.keys.shape[1]
     index = lambda n, h, i: (_div(n, share), _div(h, ratio), 0, 0)
     shape = None, None, *part.keys.shape[2:]
     keys = pl.BlockSpec(shape, index, **_buffers(settings, part.keys))
@@ -359,8 +369,10 @@ def key_gradients(
 
   `queries` are as in `query_gradient`.
   """
-  q, part = queries[0], parts[index]
-  block, key_block = settings.blocks[0], settings.blocks[index]
+  q = queries[0]
+  part = parts[index]
+  block = settings.blocks[0]
+  key_block = settings.blocks[index]
   n, heads, size, width = q.shape
   share, (_, kv_heads, slots, _) = n // len(part.keys), part.keys.shape
   # A GPU's programs run in parallel, so they cannot add up in place.

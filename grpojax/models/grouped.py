@@ -21,7 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-ROWS, COLUMNS, DEPTH = 128, 128, 64  # largest tile, and largest sum at a time
+# Largest tile, and largest sum at a time.
+ROWS = 128
+COLUMNS = 128
+DEPTH = 64
 LEAST = 16  # smallest tile of tensor cores
 _KERNEL = {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=3)}
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
@@ -80,9 +83,11 @@ def product_kernel(
   groups, a, b = matrices.shape
   inner, columns = (b, a) if flipped else (a, b)
   tile = _tile_rows(len(rows), groups)
-  depth, width = math.gcd(inner, DEPTH), math.gcd(columns, COLUMNS)
+  depth = math.gcd(inner, DEPTH)
+  width = math.gcd(columns, COLUMNS)
   tiles = -(-runs // tile)
-  last, ends = jnp.cumsum(tiles), jnp.cumsum(runs)
+  last = jnp.cumsum(tiles)
+  ends = jnp.cumsum(runs)
   index = jnp.arange(len(rows) // tile + groups, dtype=runs.dtype)
   group = jnp.sum(index[:, None] >= last, axis=1, dtype=runs.dtype)
   group = jnp.minimum(group, groups - 1)  # empty tiles start after its end
@@ -90,7 +95,8 @@ def product_kernel(
 
   def kernel(start, end, group, rows, matrices, out):
     i = pl.program_id(0)
-    matrix, at = group[i], pl.ds(start[i], tile)
+    matrix = group[i]
+    at = pl.ds(start[i], tile)
     to = pl.ds(pl.program_id(1) * width, width)
     in_run = start[i] + jnp.arange(tile) < end[i]
 
@@ -128,8 +134,11 @@ def outer_kernel(
   interpret: bool = False,
 ) -> Float[Array, "X D F"]:
   """Computes `_outer` on a GPU: a program adds up a run's tiles."""
-  groups, d, f = len(runs), rows.shape[1], other.shape[1]
-  height, width = math.gcd(d, COLUMNS), math.gcd(f, COLUMNS)
+  groups = len(runs)
+  d = rows.shape[1]
+  f = other.shape[1]
+  height = math.gcd(d, COLUMNS)
+  width = math.gcd(f, COLUMNS)
   tile = min(_tile_rows(len(rows), groups), DEPTH)
   ends = jnp.cumsum(runs)
 
@@ -137,12 +146,14 @@ def outer_kernel(
     group = pl.program_id(0)
     left = pl.ds(pl.program_id(1) * height, height)
     right = pl.ds(pl.program_id(2) * width, width)
-    first, stop = start[group], end[group]
+    first = start[group]
+    stop = end[group]
 
     def add(k, total):
       at = pl.ds(first + k * tile, tile)
       in_run = first + k * tile + jnp.arange(tile) < stop
-      x, y = _load(rows, at, left, in_run), _load(other, at, right, in_run)
+      x = _load(rows, at, left, in_run)
+      y = _load(other, at, right, in_run)
       return total + jnp.dot(x.T, y, preferred_element_type=jnp.float32)
 
     total = jnp.zeros((height, width), jnp.float32)

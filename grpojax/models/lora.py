@@ -177,7 +177,8 @@ def save_peft(
     )
   flat = flatten_dict(adapters, sep="/")
   base_layout = hf.layout(hf_config)
-  layout, modules = {}, set()
+  layout = {}
+  modules = set()
   for leaf_path, array in sorted(flat.items()):
     target, side = leaf_path.rsplit("/", 1)
     stored = base_layout[target]

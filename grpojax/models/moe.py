@@ -86,7 +86,8 @@ def expert_load(
   probs = jax.nn.softmax(_logits(x, router), axis=-1)
   # Like `top_k`, for which XLA would gather tokens over a mesh: chosen experts
   # have fewer than k experts before them; ties go to the lower index.
-  this, other = probs[..., :, None], probs[..., None, :]
+  this = probs[..., :, None]
+  other = probs[..., None, :]
   index = jnp.arange(probs.shape[-1])
   earlier = index < index[:, None]
   before = (other > this) | ((other == this) & earlier)
@@ -116,7 +117,8 @@ def _experts(
   """
   from grpojax.models.grouped import grouped_product  # Pallas: long to import
 
-  held, count = matrices["expert_gate"].shape[-3], experts.shape[1]
+  held = matrices["expert_gate"].shape[-3]
+  count = experts.shape[1]
   is_held = (0 <= experts) & (experts < held)
   chosen = jnp.where(is_held, experts, held).reshape(-1)
   # Pair i of the N * count pairs (token, expert) belongs to token i // count.

@@ -343,7 +343,8 @@ class Passes:
 
     if flat is None:
       x = self._embed_both(params, prompt_ids, ids)
-      layer_of, context = block_lib.block_of_both, (prompts, rows)
+      layer_of = block_lib.block_of_both
+      context = (prompts, rows)
     else:
       x = self._embed(params, _join_flat(prompt_ids[:, None], ids, flat))
       layer_of = _flat_block
@@ -399,7 +400,8 @@ class Passes:
 
   def _final_norm(self, params: Params, x: Array) -> Array:
     """Returns hidden states as the output head reads them, in `dtype`."""
-    config, scale = self.config, params["final_norm"]
+    config = self.config
+    scale = params["final_norm"]
     y = rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
     return y.astype(self.dtype)
 

@@ -64,7 +64,8 @@ def matmul(
   x: Float[Array, "*tokens in"], arrays: Params, name: str
 ) -> Float[Array, "*tokens out"]:
   """Returns the product of x and a matrix, quantized or not."""
-  weight, scale = arrays[name], arrays.get(f"{name}_scale")
+  weight = arrays[name]
+  scale = arrays.get(f"{name}_scale")
   if scale is None:
     return cpu.matmul(x, weight)
   return cpu.matmul(x, weight.astype(x.dtype)) * scale

@@ -37,7 +37,8 @@ def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, "half"]:
   if rope.low_freq_factor is None:
     return slow
   turns = rope.original_length * frequency / (2 * math.pi)
-  low, high = rope.low_freq_factor, rope.high_freq_factor
+  low = rope.low_freq_factor
+  high = rope.high_freq_factor
   share = np.clip((turns - low) / (high - low), 0.0, 1.0)
   return ((1 - share) * slow + share * frequency).astype(np.float32)
 

@@ -172,7 +172,9 @@ def _lay_out(x: Array, spec: P, gradient_spec: P) -> Array:
 
 @_lay_out.defjvp
 def _lay_out_jvp(spec, gradient_spec, primals, tangents):
-  (x,), (t,) = primals, tangents  # a constraint is its own transpose
+  # A constraint is its own transpose.
+  (x,) = primals
+  (t,) = tangents
   t = jax.lax.with_sharding_constraint(t, gradient_spec)
   return _lay_out(x, spec, gradient_spec), t
 
@@ -278,7 +280,8 @@ class RowShards(NamedTuple):
 
   def split(self, x: Array) -> Array:
     """[B, G, ...] -> [devices, rows, ...]; no row leaves its device."""
-    axes, inner = _row_axes(), x.shape[2:]
+    axes = _row_axes()
+    inner = x.shape[2:]
     x = x.reshape(*self.shape, *inner)
     x = jnp.moveaxis(x, self.order, range(len(self.order)))
     x = x.reshape(math.prod(axes.values()), -1, *inner)
@@ -297,7 +300,8 @@ def row_shards(prompts: int, group_size: int) -> RowShards | None:
   axes = _row_axes()
   size = prompts, group_size
   rules = (mesh_lib.ACTIVATIONS["batch"], mesh_lib.ACTIVATIONS["group"])
-  shape, index = [], {}
+  shape = []
+  index = {}
   for count, names in zip(size, divide(size, rules, axes), strict=True):
     for axis in names:
       index[axis] = len(shape)

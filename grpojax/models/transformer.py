@@ -97,14 +97,17 @@ def _draw_parts(
     return jax.tree.map(lambda x: x.reshape(*hidden.shape[:2], -1), parts)
 
   if not mesh.empty:
-    rows, columns, column = P(*spec[:2]), P(None, spec[2]), P(spec[2])
+    rows = P(*spec[:2])
+    columns = P(None, spec[2])
+    column = P(spec[2])
     draw = jax.shard_map(
       draw,
       in_specs=(rows, columns, column, column, rows),
       out_specs=spec,
       check_vma=False,
     )
-  scale, mask = params.get("head_scale"), _gap_mask(config)
+  scale = params.get("head_scale")
+  mask = _gap_mask(config)
   return draw(hidden, params["head"], scale, mask, uniform)
 
 
@@ -157,7 +160,9 @@ def _lm(
   model: passes.Passes, stacks: tuple[int, ...], in_8_bits: bool = False
 ) -> LM:
   """Returns the `LM` of a model; `stacks` are those of its cache."""
-  config, dtype, platform = model.config, model.dtype, model.platform
+  config = model.config
+  dtype = model.dtype
+  platform = model.platform
   lm = LM(
     init=functools.partial(init, config),
     prefill=model.prefill,

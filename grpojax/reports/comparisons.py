@@ -47,7 +47,8 @@ def before_and_after(evaluations: Answers) -> dict[str, Any] | None:
   """Compares a run's last evaluation with its first, prompt by prompt."""
   if len(evaluations) < 2:
     return None
-  first, last = min(evaluations), max(evaluations)
+  first = min(evaluations)
+  last = max(evaluations)
   paired = _paired(evaluations[first], evaluations[last])
   return paired and paired | {"first": first, "last": last}
 
@@ -57,7 +58,8 @@ def texts_before_and_after(rows: Rows) -> dict[str, Any] | None:
   rows = sorted((r for r in rows if r.get("samples")), key=lambda r: r["step"])
   if len(rows) < 2:
     return None
-  first, last = rows[0], rows[-1]
+  first = rows[0]
+  last = rows[-1]
   pairs = list(zip(first["samples"], last["samples"], strict=False))
   if any(before["prompt"] != after["prompt"] for before, after in pairs):
     return None
@@ -142,7 +144,8 @@ def speed(columns: Columns) -> list[dict[str, Any]]:
   }
 
   def row(name: str, values: np.ndarray) -> dict[str, Any]:
-    median, share = float(np.median(values)), float(values.sum() / total)
+    median = float(np.median(values))
+    share = float(values.sum() / total)
     return {"name": name, "median": short(median), "share": short(share)}
 
   rows = [row(*x) for x in parts.items() if is_number(float(x[1].sum()))]

@@ -220,7 +220,8 @@ def _places(text: str, *marks: str) -> Iterator[int]:
 
 def _boxed(text: str) -> str | None:
   """Returns the last box, with boxes joined to it by "or", "and" or ","."""
-  answers, later = [], None
+  answers = []
+  later = None
   for place in _places(text, "boxed", "\\fbox"):
     start = place + 5
     part = text[start : start + LONGEST + 2].lstrip()

@@ -76,7 +76,8 @@ def _range(rewards: _Groups) -> tuple[np.ndarray, ...]:
   finite = {"where": np.isfinite(rewards), "axis": -1, "keepdims": True}
   best = np.max(rewards, initial=-np.inf, **finite)
   worst = np.min(rewards, initial=np.inf, **finite)
-  spread, size = best - worst, np.maximum(np.abs(best), np.abs(worst))
+  spread = best - worst
+  size = np.maximum(np.abs(best), np.abs(worst))
   equal = spread <= 2**-40 * size
   return worst, equal, ~equal & (spread < 2**-12 * size)
 
@@ -95,7 +96,9 @@ class Submission(workers_lib.Submission):
     tasks: list[_Task],
     timeout: int | float,
   ):
-    self.groups, self.size, self.tasks = groups, size, tasks
+    self.groups = groups
+    self.size = size
+    self.tasks = tasks
     jobs = []
     for indices, places in tasks:
       items = [groups[b][g] for b, g in places]
@@ -141,11 +144,14 @@ class Pool(WorkerPool):
 
   def submit(self, groups: Sequence[Sequence[Item]], size: int) -> Submission:
     """Starts to compute rewards of groups; ValueError unless items are JSON."""
-    by_group, by_item = [], []  # indices of functions
+    # Indices of functions.
+    by_group = []
+    by_item = []
     for i, function in enumerate(self._functions):
       is_trl = isinstance(function, conventions.Trl)
       (by_group if is_trl else by_item).append(i)
-    prompts, tasks = range(len(groups)), []
+    prompts = range(len(groups))
+    tasks = []
     if by_item:
       # All first completions, then all second ones: the pool gives up after
       # several failures in a row, which should not be due to a single example.
@@ -194,7 +200,8 @@ class Pool(WorkerPool):
     failures: list[list[Sequence[Failure]]] = [[] for _ in rows]
     for b, g in np.ndindex(shape):
       (prompt, completion, _), by_function = rows[b][g]
-      errors, scores = {}, []
+      errors = {}
+      scores = []
       for i, name in enumerate(self.names):
         value, error, numbers = by_function[i]
         scores.append(value)

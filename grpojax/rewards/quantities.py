@@ -185,7 +185,8 @@ def _is_unit(text: str, known: Collection[str] = _UNITS) -> bool:
 
 def _divide(match: re.Match) -> str:
   """Writes a match of `_FRACTION` as "3/4"."""
-  top, bottom = match[1] or match[2], match[3] or match[4]
+  top = match[1] or match[2]
+  bottom = match[3] or match[4]
   before = match.string[: match.start()].rstrip()[-1:]
   return f"{' ' if before.isdigit() else ''}{top}/{bottom}"
 
@@ -228,7 +229,8 @@ def _value(match: re.Match) -> Fraction | None:
   if groups["digits"]:
     power = int(groups["exponent"] or groups["power"] or 0)
     power += _SCALES.get(groups["scale"], 0)
-    top, bottom = _decimal(groups["digits"]) * Fraction(10) ** power, 1
+    top = _decimal(groups["digits"]) * Fraction(10) ** power
+    bottom = 1
   else:
     top = _decimal(groups["num"] or groups["top"])
     bottom = _decimal(groups["den"] or groups["bottom"])

@@ -87,7 +87,8 @@ def prompt_estimates(
   n = rewards.shape[-1]
   delta_sq, variance = _reward_moments(rewards)
   # Group means, [V, B].
-  score, score_reward = jnp.mean(a, -1), jnp.mean(a * rewards, -1)
+  score = jnp.mean(a, -1)
+  score_reward = jnp.mean(a * rewards, -1)
   score_sq = jnp.mean(a**2, -1)
   score_sq_reward = jnp.mean(a**2 * rewards, -1)
   score_sq_reward_sq = jnp.mean(a**2 * rewards**2, -1)

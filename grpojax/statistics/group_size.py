@@ -65,10 +65,13 @@ def mse_curve(
   (G / N - 1 / M), and 0 at its end. A batch may be several steps with nearly
   equal parameters. Samples of prompts estimate M / (M - 1) c1.
   """
-  c, n, g = components, num_samples, u_statistics.check_sizes(group_sizes)
+  c = components
+  n = num_samples
+  g = u_statistics.check_sizes(group_sizes)
   between = c.c1 * g / n  # c1 / B
   if prompts is not None:
-    draws, scale = n / g, prompts / max(prompts - 1, 1)
+    draws = n / g
+    scale = prompts / max(prompts - 1, 1)
     extra = jnp.mod(draws, prompts)
     between = scale * c.c1 * extra * (1 - extra / prompts) / draws**2
   unbiased = between + c.c2 / n + c.c3 / (n * (g - 1))
@@ -99,7 +102,8 @@ def optimal_group_size(
   )
   prompts_differ = c1 > 0
   divisor = jnp.where(prompts_differ, c1, 1)
-  b, c = jnp.maximum(c2, 0) / divisor, jnp.maximum(c3, 0) / divisor
+  b = jnp.maximum(c2, 0) / divisor
+  c = jnp.maximum(c3, 0) / divisor
   # G* - 1 is the number of samples in a baseline.
   baseline = jnp.sqrt(c)
   if prompt_cost:

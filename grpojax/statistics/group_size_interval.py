@@ -11,7 +11,8 @@ from grpojax.statistics.intervals import t_quantile
 
 Scalar = Float[Array, ""]
 _NORMAL = 1.959964  # the normal distribution's 97.5% quantile
-_C1, _C3 = Components._fields.index("c1"), Components._fields.index("c3")
+_C1 = Components._fields.index("c1")
+_C3 = Components._fields.index("c3")
 
 
 def group_size_interval(
@@ -50,7 +51,8 @@ def pooled_group_size(
 
   The bounds are `interval` if D = 1, and 1 and inf if D = 2.
   """
-  both, count = np.stack([c1, c3]), len(c1)
+  both = np.stack([c1, c3])
+  count = len(c1)
   means = both.mean(1)
   best = float(optimal_group_size(means[0], 0.0, means[1]))
   if count < 3:
@@ -95,7 +97,8 @@ def _t_quantile(degrees: Float[Array, "*X"]) -> Float[Array, "*X"]:
   scipy cannot take traced degrees. Abramowitz and Stegun, 26.7.5, up to 1 /
   degrees^3: too small by 24% at 1, 3% at 2, 0.7% at 3, 0.02% at 8.
   """
-  z, inverse = _NORMAL, 1 / degrees
+  z = _NORMAL
+  inverse = 1 / degrees
   first = (z**3 + z) / 4
   second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
   third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384

@@ -59,7 +59,8 @@ def expected_rows(
   * `most` rows. `uniform` is u, in (0, 1].
   """
   total = sum(stratum.weight for stratum in strata)
-  expected, start = [], 0
+  expected = []
+  start = 0
   for size, weight in strata:
     part = priorities[start : start + size]
     start += size
@@ -96,7 +97,8 @@ def systematic(
     expected     0.6      0.3      0.8        0.3     1.0
     drawn            ^u=0.4              ^1.4             ^2.4
   """
-  orders, start = [], 0
+  orders = []
+  start = 0
   for size, _ in strata:
     orders.append(start + rng.permutation(size))
     start += size

@@ -140,7 +140,8 @@ def config_errors(config: ConfigDict) -> list[str]:
 
 def _unreadable(config: ConfigDict) -> list[str]:
   """Lists the arms whose model, data or rewards cannot be read."""
-  wrong, checked = [], []
+  wrong = []
+  checked = []
   for arm, run in zip(config.arms, _first_runs(config), strict=True):
     inputs = run.model, run.data, run.reward
     if inputs in checked:
@@ -260,7 +261,8 @@ def draw(axes, config: ConfigDict, rows, tuned: Tuned, lines, name) -> None:
   order = np.argsort(config.learning_rates)
   rates = np.array(config.learning_rates)[order]
   for i, line in enumerate(lines):
-    arm, colour = line["arm"], f"C{i}"
+    arm = line["arm"]
+    colour = f"C{i}"
     rewards = study.by_step(study.select(rows, arm=arm), "reward")
     means = [np.mean(x) for x in rewards.values()]
     curve.plot([*rewards], means, color=colour, lw=1.5, label=arm)
@@ -286,7 +288,8 @@ def draw(axes, config: ConfigDict, rows, tuned: Tuned, lines, name) -> None:
 
 def _lines(config: ConfigDict, rows, compared: Sequence[str]) -> Iterator[str]:
   """Yields a line to print for each row of results.csv."""
-  low, high = min(config.learning_rates), max(config.learning_rates)
+  low = min(config.learning_rates)
+  high = max(config.learning_rates)
   for row in rows:
     edge = low < high and row["learning_rate"] in (low, high)
     hint = " (at the edge: try further rates)" if edge else ""

@@ -135,11 +135,14 @@ def score_moments(gram: Gram, rewards: Rewards) -> Moments:
   E||s delta||^2 of K_ii (Z_i - Z_j)(Z_i - Z_k). They may be negative.
   """
   n = len(rewards)
-  z, norms = rewards.astype(np.float64), np.diag(gram)
-  first, second = z.sum(), (z**2).sum()
+  z = rewards.astype(np.float64)
+  norms = np.diag(gram)
+  first = z.sum()
+  second = (z**2).sum()
   # Without sample i: sum, mean, unbiased V^2 and unbiased sigma^2.
   total = first - z
-  mean, square = total / (n - 1), _square(total, second - z**2, n - 1)
+  mean = total / (n - 1)
+  square = _square(total, second - z**2, n - 1)
   variance = (second - z**2) / (n - 1) - square
   oracle = np.mean(norms * (z**2 - 2 * z * mean + square))
   # Without samples i and k.

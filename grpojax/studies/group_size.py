@@ -174,7 +174,8 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   batches = prompts_lib.training_batches(
     settings, policy, split.examples, p.group_size
   )
-  projections, rewards = [], []
+  projections = []
+  rewards = []
   with rewards_lib.open_reward_pool(settings) as reward_pool:
     for i in range(p.prompts // p.batch):
       prompts, examples = next(batches)
@@ -345,8 +346,10 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
   if not path.exists():
     records.write_json(path, predict(config))
   prediction = json.loads(path.read_text())
-  budgets, sizes = config.budgets, _sizes(config)
-  runs, labels = [], []
+  budgets = config.budgets
+  sizes = _sizes(config)
+  runs = []
+  labels = []
   for seed, budget, size in _points(config):
     runs.append(train_settings(config, budget, size, seed))
     labels.append({"budget": budget, "run": str(size), "seed": seed})

@@ -83,7 +83,8 @@ def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
   if wrong := run.size_errors(config, "group_sizes"):
     yield from wrong
     return
-  sizes, largest = config.group_sizes, max(config.group_sizes)
+  sizes = config.group_sizes
+  largest = max(config.group_sizes)
   if any(largest % g for g in sizes) or len(set(sizes)) < len(sizes):
     yield "group_sizes", "each must divide the largest, once"
   elif config.samples % largest or config.samples < 3 * largest:
@@ -114,7 +115,8 @@ def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
   rewards = sampled.rewards
   # The first pool is measured, the second gives theory its moments.
   blocks = config.samples // max(config.group_sizes)
-  first, second = slice(config.samples), slice(config.samples, None)
+  first = slice(config.samples)
+  second = slice(config.samples, None)
 
   def pool(part, gram=sampled.gram):
     return gram[part, part], rewards[part]

@@ -108,7 +108,8 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   train.eval.num_prompts = config.num_prompts
   train.sampling.max_new_tokens = config.max_new_tokens
   settings = from_config(train)
-  template, tokenizer = settings.data.template, policy.tokenizer
+  template = settings.data.template
+  tokenizer = policy.tokenizer
   if name != "instruct":
     template = problems.template
     tokenizer.chat_template = None
@@ -132,7 +133,8 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   batches = prompts_lib.prompt_batches(
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )
-  sampling, count = settings.sampling.distribution, config.projections
+  sampling = settings.sampling.distribution
+  count = config.projections
   sampler = sampling_lib.make_sampler(
     settings, policy, config.samples, sampling
   )
@@ -153,7 +155,8 @@ class Sampled(NamedTuple):
 def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
   """Samples a pool for each key, and computes the scores of all together."""
   prompts, (example,) = bench.batches[index]
-  params, score = bench.policy.params, bench.score
+  params = bench.policy.params
+  score = bench.score
   pools = [bench.sampler(params, prompts, (), key).rollout for key in keys]
   decoded = [policy_lib.decode(bench.policy, pool) for pool in pools]
   texts = [text for (group,) in decoded for text in group]

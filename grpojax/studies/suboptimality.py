@@ -217,7 +217,8 @@ def simulate(
   state_keys, keys = jax.random.split(key, (2, config.runs))
   states = jax.vmap(lambda key: init_state(reference, tx, key))(state_keys)
   began = time.perf_counter()
-  step_number, snapshots = 0, []
+  step_number = 0
+  snapshots = []
   for n in config.steps:
     while step_number < n:
       chunk = min(_CHUNK, n - step_number)
@@ -362,7 +363,8 @@ def _draw_intervals(axis, x, gaps, colour: str, label: str | None) -> None:
 
 def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
   """Simulates all runs and compares them with theory."""
-  known, outcomes = bandit(), {}
+  known = bandit()
+  outcomes = {}
   for point in itertools.product(ESTIMATORS, config.group_sizes):
     path = directory / "{}_{}.npy".format(*point)
     if not path.exists():

@@ -189,7 +189,8 @@ def make_step(
   `estimator` names an advantage, "vanilla" or "leave_one_out", or is "oracle":
   vanilla after subtracting V(x) from the rewards.
   """
-  lm, table = policy(problem), jnp.asarray(problem.rewards, jnp.float32)
+  lm = policy(problem)
+  table = jnp.asarray(problem.rewards, jnp.float32)
   oracle = estimator == "oracle"
 
   def reward(samples, targets):

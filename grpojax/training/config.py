@@ -93,7 +93,8 @@ def from_config(config: ConfigDict) -> TrainSettings:
   The ValueError lists every error with setting, value and remedy.
   """
   config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
-  tree, errors = config.to_dict(), []
+  tree = config.to_dict()
+  errors = []
   for name, (section, key) in _TOP_FIELDS.items():
     tree[section][key] = tree.pop(name)
   try:

@@ -193,7 +193,8 @@ def export(
     hf.save(out, params, model, dtype=dtype, ignore_keys=ignore_keys)
     return f"the model {run}"
   settings = from_config(run_directory.read_config(path))
-  rank, keys = settings.lora.rank, settings.model.ignore_keys
+  rank = settings.lora.rank
+  keys = settings.model.ignore_keys
   run_directory.say_added(path)
   disk.check_writable(out, "--out")
   if adapter and not rank:
@@ -214,7 +215,8 @@ def export(
   if adapter:
     hf_config = hf.read_config(source, keys)
     lora.save_peft(out, params, hf_config, alpha, *_base(settings), dtype)
-    text, base = f"the adapters of step {step} of {run}", settings.model.path
+    text = f"the adapters of step {step} of {run}"
+    base = settings.model.path
     if gguf_directory.is_named(base):
       text += f" (peft cannot open GGUF files: python -m grpojax.export {base} "
       text += "--out=BASE, and set BASE in adapter_config.json)"

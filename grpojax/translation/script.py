@@ -355,8 +355,11 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
   ]
   symbols = symtable.symtable(script, "script", "exec").get_symbols()
   imported = {x.get_name() for x in symbols if x.is_imported()}
-  texts, tables, bound = [], [], []
-  starred, always = set(), set()  # `import *`, and also `from __future__`
+  texts = []
+  tables = []
+  bound = []
+  starred = set()  # `import *`
+  always = set()  # also `from __future__`
   for i, statement in enumerate(statements):
     texts.append(_text(script, statement))
     tables.append(symtable.symtable(texts[i], "script", "exec"))

@@ -185,7 +185,8 @@ def _loss(theirs: Theirs, name: str) -> Items:
 
 
 def _bounds(theirs: Theirs, name: str) -> Items:
-  low, high = theirs[name], theirs["epsilon_high"]
+  low = theirs[name]
+  high = theirs["epsilon_high"]
   high = float(low if high is None else high)
   comment = theirs.comment("epsilon_high", name)
   if theirs["loss_type"] != "cispo":
@@ -214,7 +215,8 @@ def _advantage(theirs: Theirs, name: str) -> Items:
 
 
 def _warmup(theirs: Theirs, name: str) -> Items:
-  count, ratio = theirs[name], theirs["warmup_ratio"] or 0.0
+  count = theirs[name]
+  ratio = theirs["warmup_ratio"] or 0.0
   if 0 < count < 1:
     count, ratio = 0, count
   if not count:

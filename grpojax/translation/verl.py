@@ -80,7 +80,8 @@ def _turns(theirs: Theirs, name: str) -> Items:
 
 
 def _minibatches(theirs: Theirs, name: str) -> Items:
-  prompts, size = theirs.sizes.prompts, theirs[name]
+  prompts = theirs.sizes.prompts
+  size = theirs[name]
   count = theirs.sizes.minibatches
   yield theirs.setting("optim.minibatches", count, name)
   if count * size != prompts:
@@ -104,7 +105,8 @@ def _every(value: int, theirs: Theirs) -> int:
 
 def _warmup(theirs: Theirs, name: str) -> Items:
   """Translates the warmup, which verl counts in steps."""
-  sizes, count = theirs.sizes, theirs[name]
+  sizes = theirs.sizes
+  count = theirs[name]
   if count <= 0:
     name = f"{name}_ratio"
     count = theirs[name] * (sizes.steps or 100)
@@ -203,16 +205,22 @@ _KLS |= {f"{kind}+": "k2" for kind in ("low_var_kl", "k3", "kl", "k1", "abs")}
 
 def _kl(theirs: Theirs, name: str) -> Items:
   """Translates the KL term of the loss or the reward."""
-  in_reward, penalty = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
-  coefficient, kind = f"{ACTOR}.kl_loss_coef", KL_TYPE
-  in_loss, ours = theirs[name], _KLS.get(theirs[kind], "k3")
+  in_reward = "algorithm.use_kl_in_reward"
+  penalty = "algorithm.kl_penalty"
+  coefficient = f"{ACTOR}.kl_loss_coef"
+  kind = KL_TYPE
+  in_loss = theirs[name]
+  ours = _KLS.get(theirs[kind], "k3")
   placement = "loss"
   if theirs[in_reward]:
     if in_loss or theirs[penalty] not in ("kl", "k1"):
       text = "only one KL term is available, k1 in the reward"
       yield Note(in_reward, text, missing=True)
-    coefficient, kind, name = "algorithm.kl_ctrl.kl_coef", penalty, in_reward
-    ours, placement = "k1", "reward"
+    coefficient = "algorithm.kl_ctrl.kl_coef"
+    kind = penalty
+    name = in_reward
+    ours = "k1"
+    placement = "reward"
   elif not in_loss:
     yield theirs.setting("loss.beta", 0.0, name)
     return
@@ -262,7 +270,8 @@ def _correction(theirs: Theirs, name: str) -> Items:
 
 def _rejection(theirs: Theirs, name: str) -> Items:
   """Translates the rejection of completions by their mean ratio."""
-  kind, limit = theirs[name], f"{name}_threshold"
+  kind = theirs[name]
+  limit = f"{name}_threshold"
   if not kind:
     return
   text = ""

@@ -53,7 +53,8 @@ def _settled(
   }
   paths = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
   rank = {path: i for i, path in enumerate(paths)}
-  fixed, nested = {}, {}
+  fixed = {}
+  nested = {}
   for name in sorted(by_name, key=lambda x: rank.get(x, len(rank))):
     setting = by_name[name]
     is_set = setting.theirs and "(default)" not in setting.theirs

@@ -28,7 +28,10 @@ from grpojax.models.transformer import TransformerConfig, transformer
 
 SIZES = {"vocab_size": 4096, "width": 512, "heads": 8, "kv_heads": 4}
 SIZES |= {"head_dim": 64, "mlp": 1024}
-B, G, PROMPT, T = 32, 8, 64, 256
+B = 32
+G = 8
+PROMPT = 64
+T = 256
 passes.WHOLE = 128  # T is a long row, which attends in blocks
 PROGRAMS = {  # function, axes of the mesh, of sampling
   "update": ("update", {"fsdp": 8}),

@@ -75,7 +75,8 @@ def attention_gradient(q, keys, prompt, positions, mask):
   visibility = Visibility(positions, None, mask, False)
 
   def attend(q, keys, prompt):
-    row, prompt = KeysValues(keys, keys), PromptKeysValues(prompt, prompt)
+    row = KeysValues(keys, keys)
+    prompt = PromptKeysValues(prompt, prompt)
     return kernel_attention(q, row, prompt, visibility, platform="tpu")
 
   out, pull = jax.vjp(attend, q, keys, prompt)
@@ -98,7 +99,9 @@ def decoding_cache(index, blocks, new):
 
 SIZES = {"vocab_size": 512, "width": 128, "layers": 2, "heads": 4}
 SIZES |= {"kv_heads": 2, "head_dim": 64, "mlp": 256}
-B, G, PROMPT = 2, 2, 32
+B = 2
+G = 2
+PROMPT = 32
 
 
 def forward(dtype):
@@ -129,7 +132,8 @@ def cases(devices, dtype):
     ("reduce-scatter", columns, rows, rows),
     ("all-reduce", columns, rows, copies),
   ):
-    x, w = array(256, 512, sharding=x), array(512, 1024, sharding=w)
+    x = array(256, 512, sharding=x)
+    w = array(512, 1024, sharding=w)
     yield name, jnp.matmul, (x, w), {"out_shardings": out}
   layers = tuple(array(1024, 1024) for _ in range(3))
   args = layers, array(1024, 2048), array(8, dtype=ids)
@@ -167,7 +171,8 @@ KERNELS = ("decoding cache", "attention")  # need a mesh of a single device
 
 
 def compiled(platform, everything):
-  devices, dtype = jax.devices(), jnp.float32
+  devices = jax.devices()
+  dtype = jnp.float32
   if platform != "cpu":
     names = {"platform": "tpu", "topology_name": platform}
     devices = topologies.get_topology_desc(**names).devices

@@ -54,7 +54,8 @@ SHARDED_FLOPS = 2 * 256 * 512 * 1024 // 4
 
 
 def test_all_gather_of_a_matrix(costs, platform):
-  counted, size = costs("all-gather"), ITEMSIZE[platform]
+  counted = costs("all-gather")
+  size = ITEMSIZE[platform]
   assert counted.flops == SHARDED_FLOPS == costs.xla
   (c,) = counted.collectives
   assert (c.kind, c.group_size, c.trips) == ("all-gather", 4, 1)
@@ -68,7 +69,8 @@ def test_all_gather_of_a_matrix(costs, platform):
 
 @pytest.mark.parametrize("name", ["reduce-scatter", "all-reduce"])
 def test_reduction_of_partial_sums(costs, platform, name):
-  counted, out = costs(name), 256 * 1024 * ITEMSIZE[platform]
+  counted = costs(name)
+  out = 256 * 1024 * ITEMSIZE[platform]
   assert counted.flops == SHARDED_FLOPS
   (c,) = counted.collectives
   # XLA:CPU reduces and then slices; XLA:TPU fuses both.
@@ -79,7 +81,8 @@ def test_reduction_of_partial_sums(costs, platform, name):
 
 
 def test_token_loop_with_an_inner_scan(costs, platform):
-  counted, size = costs("decode"), ITEMSIZE[platform]
+  counted = costs("decode")
+  size = ITEMSIZE[platform]
   assert counted.token_loops == ("jit(decode)/while",)
   weights = (6 * 1024 * 1024 + 1024 * 2048) // 4  # of one of 4 devices
   assert counted.flops == TOKENS * 2 * 8 * weights
@@ -88,7 +91,8 @@ def test_token_loop_with_an_inner_scan(costs, platform):
   assert costs("decode", 0).flops == counted.flops
   if platform != "cpu":  # XLA:CPU copies a layer's slice before use
     assert counted.bytes == pytest.approx(TOKENS * weights * 2, rel=1e-3)
-  layer, head = 8 * 1024 * size * 3 // 4, 8 * 2048 * size * 3 // 4
+  layer = 8 * 1024 * size * 3 // 4
+  head = 8 * 2048 * size * 3 // 4
   kinds = {
     "reduce-scatter": {"bytes": TOKENS * 6 * layer, "runs": TOKENS * 6},
     "all-reduce": {"bytes": 2 * TOKENS * head, "runs": TOKENS},
@@ -112,7 +116,8 @@ def test_weights_are_read_once_per_token(costs, platform):
 
 
 def test_cache_is_updated_in_place(costs, platform):
-  counted, slot = costs("cache"), 4 * 1024 * ITEMSIZE[platform]
+  counted = costs("cache")
+  slot = 4 * 1024 * ITEMSIZE[platform]
   # 16 writes of a slot; the new slot is read in each on CPU, once on TPU.
   moved = 16 * 2 * slot if platform == "cpu" else (16 + 1) * slot
   assert counted.bytes == pytest.approx(moved, abs=1000)
@@ -122,10 +127,12 @@ def test_costs_of_kernels(costs, platform):
   if platform == "cpu":
     pytest.skip("the kernels are for TPUs")
   # Reads the decoding cache once, and reads and writes a tile.
-  rows, width = 2 * 16 * 32, 2 * 128  # keys and values
+  rows = 2 * 16 * 32
+  width = 2 * 128  # keys and values
   counted = costs("decoding cache")
   token = sum(i.bytes for i in counted.instructions if i.trips == 16)
-  read, tile = rows * width * 1024 * 2, rows * width * 16 * 2
+  read = rows * width * 1024 * 2
+  tile = rows * width * 16 * 2
   assert token == pytest.approx(read + 2 * tile, rel=0.02)
   # Attention has two products forward, three for queries and four for keys;
   # half of a row's own keys are in the future.
@@ -150,7 +157,8 @@ def test_flops_of_a_transformer(costs):
   V 512, D 128, L 2, H 4, K 2, E 64, F 256; B 2, G 2, P 32, T 64.
   """
   layer = 128 * (4 + 2 + 2) * 64 + 4 * 64 * 128 + 3 * 128 * 256
-  prompts, completions = 2 * 32, 2 * 2 * 64
+  prompts = 2 * 32
+  completions = 2 * 2 * 64
   products = 2 * 2 * layer * (prompts + completions)
   head = 2 * 128 * 512 * completions
   keys = prompts * 32 + completions * (32 + 64)  # pairs, none masked away

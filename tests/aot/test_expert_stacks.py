@@ -15,7 +15,8 @@ from grpojax.models.transformer import TransformerConfig, transformer
 SIZES = {"vocab_size": 256, "width": 256, "heads": 2, "kv_heads": 2}
 SIZES |= {"head_dim": 128, "mlp": 512, "experts": 64, "experts_per_token": 2}
 LAYERS = SHALLOW + 1
-TOKENS, MATRIX = 32, 2 * 64 * 256 * 512  # bytes; a layer has three of these
+TOKENS = 32
+MATRIX = 2 * 64 * 256 * 512  # bytes; a layer has three of these
 
 
 @pytest.mark.slow

@@ -9,7 +9,12 @@ from grpojax.aot import cost, hlo
 
 slow = pytest.mark.slow  # compiles whole programs
 # mesh_programs.py's model: V, D, H E, K E, F; T.
-V, D, Q, K, F, T = 4096, 512, 512, 256, 1024, 256
+V = 4096
+D = 512
+Q = 512
+K = 256
+F = 1024
+T = 256
 MATRICES = 2 * D * Q + 2 * D * K + 3 * D * F  # numbers in a layer
 ROWS = 32 * 8
 LAYERS = 9  # enough to be scanned
@@ -46,7 +51,8 @@ def modules(programs, name):
 def test_update_gathers_layers_and_scatters_gradients(updates):
   """Matrices are sent twice, their gradients once, activations never."""
   _, counted = modules(updates, "update")
-  matrices, table = MATRICES * ITEMSIZE, V * D * 7 // 8
+  matrices = MATRICES * ITEMSIZE
+  table = V * D * 7 // 8
   inside = [
     c for c in counted.collectives if c.trips == LAYERS and c.bytes > 1e5
   ]

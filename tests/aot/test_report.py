@@ -21,7 +21,10 @@ from grpojax.training.settings.run import TrainSettings
 LAYERS = 4 * (128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 448)
 HEAD = 100 * 128
 PARAMETERS = LAYERS + HEAD + 128 * (2 * 4 + 1)
-B, G, P, T = 4, 8, 16, 32
+B = 4
+G = 8
+P = 16
+T = 32
 
 
 def open_run(**changes):

@@ -22,7 +22,9 @@ from grpojax.core.mesh import (
 )
 from grpojax.models import sharding
 
-LAYERS, D, ROWS = 2, 512, 1024
+LAYERS = 2
+D = 512
+ROWS = 1024
 MATRICES = LAYERS * 2 * D * D * 2  # bytes, of bfloat16
 
 

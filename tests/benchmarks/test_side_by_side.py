@@ -67,7 +67,8 @@ def test_report_has_variant_and_planned_lengths():
 @pytest.mark.slow
 def test_default_job_runs_train_steps(capsys):
   config = workloads.config_of("arithmetic")
-  config.batch_size, config.sampling.max_new_tokens = 8, 16
+  config.batch_size = 8
+  config.sampling.max_new_tokens = 16
   config.eval.num_prompts = 8
   config.optim.packing = False  # packed shapes would depend on lengths
   line = side_by_side.measure("arithmetic", from_config(config), 2, 1)
@@ -78,7 +79,10 @@ def test_default_job_runs_train_steps(capsys):
 
 
 def test_clock_measures_each_step(capsys, monkeypatch):
-  now, busy, own = 100.0, 50.0, 7.0  # seconds of the machine
+  # Seconds of the machine.
+  now = 100.0
+  busy = 50.0
+  own = 7.0
   monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
   monkeypatch.setattr(clock, "cpu_seconds", lambda: (busy, own))
   monkeypatch.setattr(clock.os, "cpu_count", lambda: 4)
@@ -86,7 +90,9 @@ def test_clock_measures_each_step(capsys, monkeypatch):
   def rows():
     nonlocal now, busy, own
     for wall, of_all, of_this in ((2.0, 5.0, 3.0), (0.5, 0.25, 0.5)):
-      now, busy, own = now + wall, busy + of_all, own + of_this
+      now = now + wall
+      busy = busy + of_all
+      own = own + of_this
       yield {"seconds": wall / 2}
 
   a, b = clock.timed(rows(), 2, {"half": "seconds"})

@@ -27,8 +27,10 @@ def config(monkeypatch):
   sizes = workloads.Workload(*SIZES, mean_length=3, model=model)
   monkeypatch.setitem(workloads.WORKLOADS, "tail", sizes)
   config = workloads.config_of("tail")
-  config.optim.micro_batches, config.eval.batch_size = 1, B
-  config.steps, config.model.remat = 3, "none"
+  config.optim.micro_batches = 1
+  config.eval.batch_size = B
+  config.steps = 3
+  config.model.remat = "none"
   return config
 
 

@@ -34,7 +34,8 @@ def test_prompts_equal_the_other_scripts():
 def test_configs_of_workloads(name):
   config = workloads.config_of(name)
   from_config(config)
-  loss, optim = config.loss, config.optim
+  loss = config.loss
+  optim = config.optim
   # Independent of our defaults, as peers were timed with these.
   assert (optim.name, optim.epochs, optim.minibatches) == ("adamw", 1, 1)
   assert optim.max_grad_norm == 1 and optim.weight_decay == 0

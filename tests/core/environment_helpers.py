@@ -14,7 +14,9 @@ from grpojax.core.types import Prompts
 from grpojax.environments import episodes
 from grpojax.environments.episodes import Answer, Programs
 
-KEY, EOS, LONGEST = jax.random.key(3), (0, 5), 3
+KEY = jax.random.key(3)
+EOS = (0, 5)
+LONGEST = 3
 PROMPTS = Prompts(
   jnp.array([[1, 2, 3], [4, 5, 0], [6, 1, 2]]),
   jnp.array([[1, 1, 1], [1, 1, 0], [1, 1, 1]], bool),
@@ -66,7 +68,8 @@ def host_answers():
     answers = []
     for turn in turns:
       place = turn.prompt, turn.sample
-      key, ids = turn_key(*place, turn.turn), jnp.asarray(turn.ids)
+      key = turn_key(*place, turn.turn)
+      ids = jnp.asarray(turn.ids)
       states[place], seen = step(states[place], ids, len(ids), key)
       ids = seen.ids[: int(seen.length)].tolist()
       answers.append(Answer(ids, float(seen.reward), bool(seen.done)))

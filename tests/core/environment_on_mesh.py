@@ -16,7 +16,8 @@ from grpojax.environments import higher_lower as game
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 
-NUMBERS, TURNS = 16, 3
+NUMBERS = 16
+TURNS = 3
 SHAPE = dict(width=16, layers=2, heads=2, kv_heads=2, head_dim=8, mlp=32)
 LM = transformer(TransformerConfig(game.vocab_size(NUMBERS), **SHAPE))
 SIZES = {"group_size": 4, "max_new_tokens": 20}  # two stages, and long turns
@@ -49,7 +50,8 @@ def in_chunks(params, prompts, run):
   begin, decode, feed = programs()
   rows = run(begin, params, prompts, jax.random.key(1))
   shape = rows.turn.shape
-  none, ids = np.zeros(shape, bool), np.full((*shape, 4), NUMBERS)
+  none = np.zeros(shape, bool)
+  ids = np.full((*shape, 4), NUMBERS)
   rows = run(decode, params, rows, none, none)
   waiting = np.asarray(rows.waiting)
   assert waiting.any() and not waiting.all()
@@ -81,7 +83,8 @@ def check_same(alone, together):
 
 
 def main():
-  params, prompts = LM.init(jax.random.key(0)), game.prompts(NUMBERS)
+  params = LM.init(jax.random.key(0))
+  prompts = game.prompts(NUMBERS)
   alone = jax.jit(sampled)(params, prompts)
   mesh = make_mesh(data=8)
   with jax.set_mesh(mesh):

@@ -85,8 +85,11 @@ DEFAULTS = {
   "max_completion_length": 8,
   "off_policy_mask_threshold": None,
 }
-MEANS, TOKENS = "seq-mean-token-mean", "token-mean"
-LOW, HIGH, C = "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"
+MEANS = "seq-mean-token-mean"
+TOKENS = "token-mean"
+LOW = "clip_ratio_low"
+HIGH = "clip_ratio_high"
+C = "clip_ratio_c"
 VERL_CASES = {
   # name: verl's function, aggregation and settings
   "vanilla": ("vanilla", TOKENS, {HIGH: 0.28}),
@@ -187,7 +190,8 @@ def leaf(x):
 
 def trl_loss(data, changes, on_policy):
   """Settings, value, and gradients by log-probabilities and entropies."""
-  logprobs, entropy = leaf(data["logprobs"]), leaf(data["entropy"])
+  logprobs = leaf(data["logprobs"])
+  entropy = leaf(data["entropy"])
   it = trainer(DEFAULTS | changes)
   loss = computed(it, data, logprobs, entropy, on_policy)
   (loss + 0 * entropy.sum()).backward()
@@ -201,7 +205,8 @@ def trl_loss(data, changes, on_policy):
 
 def trl_adaptive(data):
   """Coefficients in each update and after it."""
-  it, rows = trainer(DEFAULTS | ADAPTIVE | {"use_adaptive_entropy": True}), []
+  it = trainer(DEFAULTS | ADAPTIVE | {"use_adaptive_entropy": True})
+  rows = []
   for value in ENTROPIES:
     entropy = leaf(torch.full((6, 5), value).double())
     computed(it, data, leaf(data["logprobs"]), entropy).backward()
@@ -356,7 +361,8 @@ def verl_loss(functions, data, name, aggregation, changes):
   settings["global_batch_info"] = {"loss_scale_factor": 8} if norm else {}
   if "policy_loss" in changes:
     changes = {"policy_loss": VerlConfig(**changes["policy_loss"])}
-  logprobs, mask = leaf(data["logprobs"]), data["mask"].double()
+  logprobs = leaf(data["logprobs"])
+  mask = data["mask"].double()
   loss, _ = functions[f"compute_policy_loss_{name}"](
     data["old_logprobs"],
     logprobs,
@@ -371,12 +377,14 @@ def verl_loss(functions, data, name, aggregation, changes):
 
 def verl_advantages(functions, data):
   """Advantages of tokens for two groups of three, and a geometric mask."""
-  logprobs, mask = data["old_logprobs"], data["mask"].double()
+  logprobs = data["old_logprobs"]
+  mask = data["mask"].double()
   holes = mask.clone()  # an environment's tokens
   holes[0, 1:3] = holes[3, 0] = holes[4, 2] = 0
   rewards = torch.tensor([1.0, -0.5, 2, 0, 0.75, 1]).double()
   masses = torch.exp(logprobs) ** 2 + 0.05 + 0.1 * torch.sin(7 * logprobs) ** 2
-  index, made = np.array([0, 0, 0, 1, 1, 1]), {}
+  index = np.array([0, 0, 0, 1, 1, 1])
+  made = {}
 
   def at_the_end(where):
     last = (where.cumsum(-1) == where.sum(-1, keepdim=True)) & (where > 0)
@@ -404,7 +412,8 @@ def verl_advantages(functions, data):
 
 
 def main(source: str) -> None:
-  data, functions = numbers(), verl_functions(pathlib.Path(source))
+  data = numbers()
+  functions = verl_functions(pathlib.Path(source))
   made = {
     "versions": {"trl": importlib.metadata.version("trl"), "verl": "0.9.1"},
     "given": {name: x.tolist() for name, x in data.items()},

@@ -21,7 +21,11 @@ from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models import sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
-B, G, P, T, V = 8, 6, 3, 16, 12
+B = 8
+G = 6
+P = 3
+T = 16
+V = 12
 ENTROPY = dict(entropy_coef=0.3, top_entropy_quantile=0.4)
 # Options by the number of minibatches. Packed rows are split, as micro-batches
 # are small.
@@ -43,7 +47,8 @@ def samples(rng):
 
 def run(lm, params, drawn, rewards, layout, cuts, entropy):
   """Returns the parameters after a step of two epochs, and its metrics."""
-  tx, options = optax.sgd(0.1), UpdateOptions(epochs=2, **cuts)
+  tx = optax.sgd(0.1)
+  options = UpdateOptions(epochs=2, **cuts)
   objective = Objective(beta=0.1, **entropy)
   update = make_update(lm, tx, objective, options)
 

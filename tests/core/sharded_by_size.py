@@ -11,7 +11,9 @@ from flax import nnx
 
 import grpojax
 
-VOCAB, WIDTH, MIN_SIZE = 32, 64, 1024
+VOCAB = 32
+WIDTH = 64
+MIN_SIZE = 1024
 
 
 class Model(nnx.Module):
@@ -27,7 +29,8 @@ class Model(nnx.Module):
 
 
 def main():
-  lm, tx = grpojax.from_nnx(lambda rngs: Model(rngs)), optax.adam(1e-2)
+  lm = grpojax.from_nnx(lambda rngs: Model(rngs))
+  tx = optax.adam(1e-2)
   reward = lambda rollout, _: (rollout.completion_ids == 7).mean(-1)
   step = grpojax.make_grpo_step(
     lm, tx, reward, group_size=4, max_new_tokens=6, eos_ids=1

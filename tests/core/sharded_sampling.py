@@ -15,7 +15,11 @@ from grpojax.core.decoding.sampling import Sampling, sample
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.types import LM, Prefix
 
-B, G, T, D, V = 4, 2, 3, 5, 1012  # 253 token ids per device
+B = 4
+G = 2
+T = 3
+D = 5
+V = 1012
 ALL = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
 SETTINGS = [Sampling(), ALL, Sampling(temperature=0.0)]
 
@@ -80,7 +84,8 @@ def check_text(text):
 
 
 def main():
-  devices, axes = np.reshape(jax.devices(), (2, 4)), ("fsdp", "tensor")
+  devices = np.reshape(jax.devices(), (2, 4))
+  axes = ("fsdp", "tensor")
   mesh = Mesh(devices, axes, axis_types=(AxisType.Auto,) * 2)
   sharding = lambda *axes: NamedSharding(mesh, P(*axes))
   logits = lambda rank: sharding("fsdp", *[None] * (rank - 2), "tensor")

@@ -8,7 +8,8 @@ import pytest
 from grpojax.core import advantages
 from grpojax.core.binding import bind
 
-G, NAN = 6, np.nan
+G = 6
+NAN = np.nan
 LENGTHS = np.array([5.0, 1, 3, 9, 2, 4, 6])
 
 

@@ -31,7 +31,9 @@ from grpojax.core.types import Batch, Prompts
 from grpojax.core.update import UpdateOptions
 
 KEY = jax.random.key(5)
-B, G, T = 4, 3, 2
+B = 4
+G = 3
+T = 2
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,8 @@ def groups_of(rewards):
 
 def shrunk(rewards, seen):
   """The formula of `shrinkage` as loops; its weights are added to `seen`."""
-  groups, expected = groups_of(rewards), np.zeros_like(rewards)
+  groups = groups_of(rewards)
+  expected = np.zeros_like(rewards)
   for b, i in np.argwhere(~np.isnan(rewards)):
     rest = [g for j, g in enumerate(groups) if j != b and len(g)]
     others = np.delete(rewards[b], i)
@@ -71,9 +72,11 @@ def shrunk(rewards, seen):
     pooled = np.mean([g.mean() for g in rest])
     variances = [g.var(ddof=1) for g in rest if len(g) > 1]
     within = np.mean(variances) if variances else 0
-    weight, own = 1, 0
+    weight = 1
+    own = 0
     if len(others):
-      weight, own = 0, others.mean()
+      weight = 0
+      own = others.mean()
       if len(rest) > 1 and within:
         spread = np.var([g.mean() for g in rest], ddof=1)
         spread -= within * np.mean([1 / len(g) for g in rest])
@@ -114,11 +117,13 @@ def test_shrinkage_equals_its_formula(float64):
 def test_beta_binomial_is_the_posterior_mean(float64):
   """Compares with scipy's distribution, over the same grid."""
   rng = np.random.default_rng(2)
-  alpha, beta = baselines._ALPHA, baselines._BETA
+  alpha = baselines._ALPHA
+  beta = baselines._BETA
   pmf = scipy.stats.betabinom.pmf
   for sizes in ([3, 3, 3, 3], [4, 2, 3, 1, 0], [1, 0, 4]):
     rewards = ragged(rng, sizes, lambda n: rng.integers(0, 2, n))
-    groups, truth = groups_of(rewards), np.zeros_like(rewards)
+    groups = groups_of(rewards)
+    truth = np.zeros_like(rewards)
     for b, i in np.argwhere(~np.isnan(rewards)):
       others = np.delete(rewards[b], i)
       rest = [*groups[:b], *groups[b + 1 :], others[~np.isnan(others)]]

@@ -15,7 +15,9 @@ from grpojax.models import lora
 from grpojax.models.transformer import TransformerConfig, transformer
 
 KEY = jax.random.key(3)
-B, G, T = 3, 5, 50
+B = 3
+G = 5
+T = 50
 LENGTHS = np.array([4, 2, 0])  # the last row is padding of the batch
 PROMPTS = Prompts(
   jnp.asarray(np.random.default_rng(0).integers(1, 11, (B, 4))),
@@ -42,7 +44,8 @@ def model(name):
     "experts": {"experts": 3, "experts_per_token": 2},
   }
   config = TransformerConfig(**SHAPE | {"layers": 2} | changes[name])
-  lm, rng = transformer(config), np.random.default_rng(1)
+  lm = transformer(config)
+  rng = np.random.default_rng(1)
 
   large = lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, jnp.float32)
   fill = lambda shapes: jax.tree.map(large, shapes)
@@ -67,7 +70,8 @@ def assert_same(out, expected):
   np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-5)
 
 
-slow, long = pytest.mark.slow, pytest.mark.long
+slow = pytest.mark.slow
+long = pytest.mark.long
 MODELS = [
   pytest.param("windows", marks=slow),
   pytest.param("one_stack", marks=slow),
@@ -118,7 +122,8 @@ def watched(lm, axis):
 @pytest.mark.slow
 def test_groups_shrink_to_their_unfinished_samples(tabular):
   budgets = jnp.asarray([[50, 20, 20, 20, 20], [40, 40, 1, 1, 1], [0] * G])
-  table, counted = jnp.zeros((3, 12, 11)), watched(tabular.lm(3, 11), 1)
+  table = jnp.zeros((3, 12, 11))
+  counted = watched(tabular.lm(3, 11), 1)
   three = Decoding(stages=3)
   _, rows = counted(lambda lm: run(lm, table, three, budgets=budgets))
   # Stages end at tokens 16, 32 and 49. The third starts with one unfinished
@@ -142,7 +147,8 @@ def one_each(lm, params, decoding, budgets=ONE):
 @pytest.mark.slow
 def test_the_batch_shrinks_to_unfinished_prompts(tabular, monkeypatch):
   lm = tabular.lm(3, 11)
-  table, counted = lm.init(jax.random.key(5)), watched(lm, 0)
+  table = lm.init(jax.random.key(5))
+  counted = watched(lm, 0)
   three = Decoding(stages=3)
   out, rows = counted(lambda lm: one_each(lm, table, three))
   # Stages end at 48, 96 and 149, with four unfinished prompts, two, and none.

@@ -32,7 +32,9 @@ def all_groups(name):
     offered["sampled"] = jnp.ones((1, *rewards.shape, 1), bool)
     return bind(advantage, **offered)(rewards[None]).reshape(rewards.shape)
 
-  probability, varied, estimates = [], [], []
+  probability = []
+  varied = []
+  estimates = []
   for x, (often, policy) in enumerate(zip(PROMPTS, POLICY, strict=True)):
     rewards = REWARDS[x][GROUPS].astype(np.float32)
     arrays = rewards, LENGTHS[GROUPS], 1 - policy[GROUPS]
@@ -84,15 +86,19 @@ def test_batch_std_is_scaled_by_the_root_of_the_acceptance():
 def test_the_rescaled_gradient_is_unbiased_whatever_the_limit(size, draw):
   """Two prompts and groups of 2, which are equal or vary in a single way."""
   limit = 6
-  often, rate = np.array([0.7, 0.3]), np.array([0.9, 0.5])
+  often = np.array([0.7, 0.3])
+  rate = np.array([0.9, 0.5])
   varied = 2 * often * rate * (1 - rate)
   probability = np.array([1 - varied.sum(), *varied])
   # Leave-one-out of rewards 1 and 0: (s_1 - s_0) / 2, by the own logit.
   estimates = np.array([[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]])
   truth = often * rate * (1 - rate)  # the gradient of V
-  actual, accepted, share = np.zeros(2), 0.0, 0.0
+  actual = np.zeros(2)
+  accepted = 0.0
+  share = 0.0
   for drawn in itertools.product(range(3), repeat=limit):
-    chance, drawn = probability[list(drawn)].prod(), np.array(drawn)
+    chance = probability[list(drawn)].prod()
+    drawn = np.array(drawn)
     ends = range(draw, limit + 1, draw)
     end = next((n for n in ends if (drawn[:n] > 0).sum() >= size), limit)
     drawn = drawn[:end]
@@ -120,7 +126,8 @@ def samples(ids, prompt_length):
 
 @pytest.mark.parametrize("lengths", [(3, 3), (3, 2), (2, 3)])
 def test_groups_are_replaced_whole(lengths):
-  batch, drawn = samples([1, 2, 3], lengths[0]), samples([4, 5], lengths[1])
+  batch = samples([1, 2, 3], lengths[0])
+  drawn = samples([4, 5], lengths[1])
   source = jnp.array([-1, 1, 0])
   actual = jax.jit(dynamic_sampling.replace_groups)(batch, drawn, source)
   lengths = np.array([lengths[0], lengths[1], lengths[1]])[:, None]

@@ -18,7 +18,10 @@ from grpojax.core.types import Batch
 from grpojax.core.update import UpdateOptions, make_update
 
 KEY = jax.random.key(3)
-B, G, T, V = 4, 2, 8, 6
+B = 4
+G = 2
+T = 8
+V = 6
 SAMPLING = Sampling(temperature=0.7, top_k=3)
 
 
@@ -79,7 +82,8 @@ def dense_loss(table, batch, share, coefficient, tabular):
   log_p = jax.nn.log_softmax(logits)
   logprobs = jnp.take_along_axis(log_p, ids, -1)[..., 0]
   entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
-  mask, a = np.asarray(batch.completion_mask), batch.advantages
+  mask = np.asarray(batch.completion_mask)
+  a = batch.advantages
   n = mask.sum()
   highest = mask & (entropy >= jnp.quantile(entropy[mask], 1 - share))
   ratio = jnp.exp(logprobs - batch.old_logprobs)
@@ -103,7 +107,8 @@ def test_micro_batches_and_packing_do_not_change_an_update(
     layout = packing_layout.plan(lengths, T, np.ones(B, int), 1, 1, parts)
     assert layout is not None
     batch = batch.replace(packing=jax.tree.map(jnp.asarray, layout))
-  tx, options = optax.sgd(1.0), UpdateOptions(micro_batches=parts, chunk_size=4)
+  tx = optax.sgd(1.0)
+  options = UpdateOptions(micro_batches=parts, chunk_size=4)
   objective = Objective(entropy_coef=coefficient, top_entropy_quantile=share)
   update = make_update(lm, tx, objective, options, SAMPLING)
   state, metrics = jax.jit(update)(init_state(table, tx, KEY), batch)

@@ -38,12 +38,15 @@ close = functools.partial(np.testing.assert_allclose, atol=1e-5)
 
 def plain_loop(tiny, whole, i, g, t_max):
   """Samples a trajectory by whole forward passes."""
-  key, state = sample_key(i, g), reset(PROMPTS.targets[i], turn_key(i, g, -1))
+  key = sample_key(i, g)
+  state = reset(PROMPTS.targets[i], turn_key(i, g, -1))
   prompt = PROMPTS.prompt_ids[i : i + 1], PROMPTS.prompt_mask[i : i + 1]
   prefix = tiny.lm.prefill(tiny.params, *prompt)
   first = tiny.lm.unembed(tiny.params, prefix.last_hidden)[0]
   draw = jax.jit(sample)
-  ids, turns, rewards = [], [], []
+  ids = []
+  turns = []
+  rewards = []
   turn = begin = 0
   while len(ids) < t_max:
     logits = first
@@ -51,12 +54,14 @@ def plain_loop(tiny, whole, i, g, t_max):
       padded = jnp.array(ids + [0] * (t_max - len(ids)))[None, None]
       logits = whole(prefix, padded)[0, 0, len(ids) - 1]
     drawn, _ = draw(jax.random.fold_in(key, len(ids)), logits)
-    ids, turns = [*ids, int(drawn)], [*turns, turn]
+    ids = [*ids, int(drawn)]
+    turns = [*turns, turn]
     if ids[-1] not in EOS:
       continue
     turn_ids = jnp.array(ids[begin:])
     state, seen = step(state, turn_ids, len(turn_ids), turn_key(i, g, turn))
-    count, turn = int(seen.length), turn + 1
+    count = int(seen.length)
+    turn = turn + 1
     rewards.append(float(seen.reward))
     if seen.done or turn == 4 or len(ids) + count + 1 > t_max:
       return ids, turns, rewards, bool(seen.done)
@@ -69,7 +74,8 @@ def plain_loop(tiny, whole, i, g, t_max):
 @pytest.mark.slow
 def test_trajectories_equal_a_plain_loop(tiny):
   result = sampled(tiny, t_max=24)
-  lm, params = tiny.lm, tiny.params
+  lm = tiny.lm
+  params = tiny.params
   states = lambda *x: lm.extend(params, *x)[0]
   whole = jax.jit(lambda *x: lm.unembed(params, states(*x)))
   ends = set()
@@ -94,7 +100,8 @@ def test_rollout_and_trainer_logprobs_of_sampled_tokens_agree(tiny):
   result = sampled(tiny, sampling=sampling)
   tokens = result.prompt_ids, result.prompt_mask, result.completion_ids
   logprobs, _ = token_logprobs(tiny.lm, tiny.params, *tokens, sampling=sampling)
-  read, drawn = result.completion_mask & ~result.sampled, result.sampled
+  read = result.completion_mask & ~result.sampled
+  drawn = result.sampled
   assert read.any() and not result.logprobs[read].any()
   close(result.logprobs[drawn], logprobs[drawn], atol=2e-5)
 
@@ -221,7 +228,8 @@ def test_the_first_cache_has_its_dtype(tiny):
 @pytest.mark.slow
 def test_logprobs_after_long_observations_are_the_trainers(tiny):
   """With several blocks, cache sizes, and layers with a window."""
-  layers, turn_tokens = {"window": 20, "local_layers": (True, False)}, 6
+  layers = {"window": 20, "local_layers": (True, False)}
+  turn_tokens = 6
   lm = transformer(dataclasses.replace(tiny.config, **layers))
   rng = np.random.default_rng(0)
 
@@ -237,13 +245,15 @@ def test_logprobs_after_long_observations_are_the_trainers(tiny):
   close(result.logprobs[drawn], logprobs[drawn], atol=3e-5)
   sizes = np.sum(result.turns[..., None, :] == np.arange(5)[:, None], axis=-1)
   assert sizes.max() == turn_tokens
-  length, turns = result.completion_mask.sum(-1), result.turns.max(-1) + 1
+  length = result.completion_mask.sum(-1)
+  turns = result.turns.max(-1) + 1
   assert not result.finished.any() and length.max() > 300
   # Cut off after the last turn, or because an observation does not fit.
   assert turns.max() == 5 and (turns < 5).any()
   last = np.take_along_axis(result.turns, length[..., None] - 1, axis=-1)
   assert (last >= 0).all()
-  turns, number = turns[..., None], np.arange(5)
+  turns = turns[..., None]
+  number = np.arange(5)
   ids = np.take_along_axis(result.completion_ids, length[..., None] - 1, -1)
   longest = np.take_along_axis(sizes, turns - 1, axis=-1)
   done = np.isin(ids, EOS) | (longest == turn_tokens)

@@ -15,7 +15,8 @@ import pytest
 
 from grpojax.core import advantages as a
 
-POLICIES, SIZES = 20, (4, 8, 16)
+POLICIES = 20
+SIZES = (4, 8, 16)
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "theory.md"
 MASK = np.array([[1, 0]] + [[1, 1]] * 6, bool)  # the first token 0 is the end
 
@@ -23,8 +24,10 @@ MASK = np.array([[1, 0]] + [[1, 1]] * 6, bool)  # the first token 0 is the end
 def policy(rng):
   """Probabilities, scores of tokens by all logits, and rewards."""
   first, second = (np.exp(rng.normal(size=n)) for n in (3, (3, 3)))
-  first, second = first / first.sum(), second / second.sum(-1, keepdims=True)
-  scores, p = np.zeros((7, 2, 12)), np.zeros(7)
+  first = first / first.sum()
+  second = second / second.sum(-1, keepdims=True)
+  scores = np.zeros((7, 2, 12))
+  p = np.zeros(7)
   outcomes = [(0, 0), *itertools.product((1, 2), range(3))]
   for i, (x, y) in enumerate(outcomes):
     scores[i, 0, :3], p[i] = np.eye(3)[x] - first, first[x]
@@ -37,7 +40,8 @@ def policy(rng):
 @jax.jit
 def all_advantages(rewards, unsure, mask):
   """Advantages of groups, [n, G] or [n, G, 2], by the names of the table."""
-  sums, lengths = unsure.sum(-1), mask.sum(-1)
+  sums = unsure.sum(-1)
+  lengths = mask.sum(-1)
   tokens = rewards, unsure, mask, 1.0
   with_own = a.optimal_token_baseline(*tokens, leave_one_out=False)
   return {
@@ -61,7 +65,8 @@ MARKED = [
 
 @pytest.mark.parametrize("size", MARKED)
 def test_the_table_of_docs_theory(size, float64):
-  rng, totals = np.random.default_rng(0), {}
+  rng = np.random.default_rng(0)
+  totals = {}
   groups = itertools.combinations_with_replacement(range(7), size)
   groups = np.array(list(groups))
   orders = [
@@ -70,7 +75,8 @@ def test_the_table_of_docs_theory(size, float64):
   ]
   for _ in range(POLICIES):
     p, scores, z = policy(rng)
-    chance, g = p[groups].prod(-1) * orders, (p * z) @ scores.sum(1)
+    chance = p[groups].prod(-1) * orders
+    g = (p * z) @ scores.sum(1)
     assert chance.sum() == pytest.approx(1)
     token_sq = (scores**2).sum(-1)
     arrays = (jnp.asarray(x[groups]) for x in (z, token_sq, MASK))

@@ -112,7 +112,8 @@ CUT = Sampling(0.8, top_k=2)
 @pytest.mark.parametrize("sampling", [PLAIN, CUT])
 def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
   """It is the gradient of E[R] - beta KL(pi || ref), with ref uncut."""
-  lm, beta = tabular.lm(1, 3), 0.7
+  lm = tabular.lm(1, 3)
+  beta = 0.7
   table, reference = (lm.init(key) for key in jax.random.split(KEY))
   uncut = Sampling(sampling.temperature)
 
@@ -129,8 +130,10 @@ def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
 @pytest.mark.parametrize("sampling", [PLAIN, CUT])
 def test_expected_update_with_an_exact_kl_of_every_token(tabular, sampling):
   """The teacher has an extra id; k3 times the ratio has the same mean."""
-  lm, ref_lm = tabular.lm(1, 3), tabular.lm(1, 4)
-  table, reference = lm.init(KEY), ref_lm.init(jax.random.key(6))
+  lm = tabular.lm(1, 3)
+  ref_lm = tabular.lm(1, 4)
+  table = lm.init(KEY)
+  reference = ref_lm.init(jax.random.key(6))
   logits = transform_logits(reference[0] / sampling.temperature)
   ref_log_p = jax.nn.log_softmax(logits)[:4, :3]
   visits = jnp.exp(jax.nn.log_softmax(transform_logits(table[0], sampling)))

@@ -10,7 +10,11 @@ from grpojax.core.logprobs import Reference, logprobs_and_load, token_logprobs
 from grpojax.core.types import LM, Prefix
 
 RNG = np.random.default_rng(0)
-B, G, P, T, V = 2, 3, 5, 7, 11
+B = 2
+G = 3
+P = 5
+T = 7
+V = 11
 PROMPTS = jnp.asarray(RNG.integers(0, V, (B, P)))
 PROMPT_MASK = jnp.arange(P) < jnp.array([[5], [3]])
 IDS = jnp.asarray(RNG.integers(0, V, (B, G, T)))
@@ -62,7 +66,8 @@ def with_gradient(lm, params, ids, **options):
 @pytest.mark.parametrize("term", ["", "entropy_gradient", "reference"])
 def test_memory_at_a_vocabulary_of_152_thousand(term):
   """At most four arrays of a chunk's logits, or five with the entropy."""
-  chunk, vocab = 512, 151_936
+  chunk = 512
+  vocab = 151_936
   lm = LM(
     init=None,
     prefill=lambda params, ids, mask: Prefix(params[ids[:, 0]], ids, None),
@@ -89,7 +94,8 @@ def test_memory_at_a_vocabulary_of_152_thousand(term):
 @pytest.mark.slow
 def test_gradients_of_chunks_are_added_in_float32():
   """A bfloat16 head, and 512 chunks of a token."""
-  tokens, vocab = 512, 4
+  tokens = 512
+  vocab = 4
   lm = LM(
     init=None,
     prefill=lambda params, ids, mask: Prefix(jnp.ones((1, 1)), ids, None),
@@ -204,7 +210,8 @@ draw = jax.jit(sample, static_argnums=2)
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_samples_have_the_distribution_of_their_logprobs(sampling):
   """By the chi-square distance of 20,000 draws."""
-  n, logits = 20_000, LOGITS[3] / 2
+  n = 20_000
+  logits = LOGITS[3] / 2
   keys = jax.random.split(jax.random.key(1), n)
   ids, logprobs = draw(keys, jnp.broadcast_to(logits, (n, 11)), sampling)
   drawn, first, counts = np.unique(ids, return_index=True, return_counts=True)

@@ -25,7 +25,8 @@ from grpojax.core.update import UpdateOptions, make_update
 WEIGHTINGS = losses.WEIGHTINGS | {
   "fixed_length": lambda mask: losses.fixed_length(mask, 8)
 }
-RATIOS, SURROGATES = surrogates.RATIOS, surrogates.SURROGATES
+RATIOS = surrogates.RATIOS
+SURROGATES = surrogates.SURROGATES
 MASK = jnp.array(
   [[[1, 1, 1, 0], [1, 0, 0, 0]], [[1, 1, 0, 0], [0, 0, 0, 0]]], bool
 )
@@ -151,7 +152,8 @@ OLD = np.array([0.6, -0.2, 0.5, 0.4])
 
 def kl_divergence(a, b):
   """KL(a || b) of two softmax distributions, in closed form."""
-  a, b = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
+  a = jax.nn.log_softmax(a)
+  b = jax.nn.log_softmax(b)
   return jnp.sum(jnp.exp(a) * (a - b))
 
 
@@ -178,7 +180,8 @@ def kl_term(logprobs, old, reference, kl, correction, on_policy=False):
   ],
 )
 def test_gradients_in_the_loss(kl, correction, on_policy, gradient, float64):
-  policy, reference = jnp.asarray(POLICY), jnp.asarray(REFERENCE)
+  policy = jnp.asarray(POLICY)
+  reference = jnp.asarray(REFERENCE)
   old = jax.nn.log_softmax(policy if on_policy else jnp.asarray(OLD))
 
   def expected_term(logits):
@@ -218,7 +221,8 @@ def test_exact_kl_equals_torch(float64):
   """With ids excluded by the policy, and additional ids of the reference."""
   torch = pytest.importorskip("torch")
   rng = np.random.default_rng(0)
-  logits, reference = 3 * rng.normal(size=(4, 7)), 3 * rng.normal(size=(4, 9))
+  logits = 3 * rng.normal(size=(4, 7))
+  reference = 3 * rng.normal(size=(4, 9))
   logits[1, 2:] = -1e30
   weights = rng.normal(size=4)
 
@@ -263,7 +267,8 @@ def log_surrogate(ratios, logprobs, advantages, *, scale=1.0):
 
 def test_aux_arrays_are_logged_as_means_over_tokens(tabular):
   lm = tabular.lm(2, 5)
-  table, tx = lm.init(jax.random.key(1)), optax.sgd(0.1)
+  table = lm.init(jax.random.key(1))
+  tx = optax.sgd(0.1)
   ids = jnp.asarray(np.random.default_rng(1).integers(0, 5, MASK.shape))
   batch = Batch(
     prompt_ids=jnp.array([[0], [1]]),
@@ -313,7 +318,8 @@ LOGS = np.array([-3.0, -0.3, 0.0, 0.1, 2.0])
 
 def multiples(advantage, name, ratio="token_ratio", **settings):
   """Multiples of -A grad log pi at each token, and logged arrays."""
-  old, ones = jnp.full((1, 1, 5), -5.0), jnp.ones((1, 1, 5))
+  old = jnp.full((1, 1, 5), -5.0)
+  ones = jnp.ones((1, 1, 5))
   args = jnp.full((1, 1), advantage), ones, ones.astype(bool), old
   settings |= {"surrogate": SURROGATES[name], "ratio": RATIOS[ratio]}
 

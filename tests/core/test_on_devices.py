@@ -42,7 +42,8 @@ def test_eight_devices_compute_the_same(program):
 
 
 def abstract_mesh(kind=AxisType.Auto, **axes):
-  names, sizes = tuple(axes), tuple(axes.values())
+  names = tuple(axes)
+  sizes = tuple(axes.values())
   return AbstractMesh(sizes, names, axis_types=(kind,) * len(names))
 
 

@@ -20,7 +20,8 @@ from grpojax.core.options import (
 )
 from grpojax.core.update import UpdateOptions
 
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 
 
 @pytest.mark.parametrize(

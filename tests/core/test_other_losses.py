@@ -28,7 +28,8 @@ from grpojax.rewards import functions
 
 FILE = pathlib.Path(__file__).with_name("other_losses.json")
 MADE = json.loads(FILE.read_text())
-RATIO, SURROGATE = surrogates.RATIOS, surrogates.SURROGATES
+RATIO = surrogates.RATIOS
+SURROGATE = surrogates.SURROGATES
 CISPO, SAPO, GMPO, DRO, TV, KL = (
   {"surrogate": SURROGATE[name]}
   for name in ("cispo", "sapo", "gmpo", "dro", "dppo_tv", "dppo_kl")
@@ -97,7 +98,8 @@ def our_settings(theirs, name):
 def data():
   """Two prompts with three completions each; nan on padding."""
   made = {k: np.reshape(x, (2, 3, -1)) for k, x in MADE["given"].items()}
-  mask, advantages = made.pop("mask"), made.pop("advantages")[..., 0]
+  mask = made.pop("mask")
+  advantages = made.pop("advantages")[..., 0]
   arrays = {k: np.where(mask, x, np.nan) for k, x in made.items()}
   arrays |= {"mask": mask, "advantages": advantages}
   return {k: jnp.asarray(x) for k, x in arrays.items()}
@@ -108,7 +110,8 @@ def ours(
 ):
   """The loss of a single micro-batch, as in `make_update`."""
   arrays = data()
-  mask, counted = arrays["mask"], arrays["mask"]
+  mask = arrays["mask"]
+  counted = arrays["mask"]
   weights = bind(losses.WEIGHTINGS[weighting], length=8)(mask)
   if share < 1:
     entropies = jax.lax.stop_gradient(entropy)
@@ -178,7 +181,8 @@ def test_geometric_mask_equals_verl():
 def test_the_entropy_coefficient_adapts_as_in_trl():
   moves = {"entropy_coef_delta": 0.02, "entropy_coef_max": 0.06}
   bonus = Objective(entropy_coef=0.01, entropy_target=1.0, **moves)
-  control, skipped = entropy_lib.init_control(bonus), jnp.array(False)
+  control = entropy_lib.init_control(bonus)
+  skipped = jnp.array(False)
   rows = zip(MADE["trl_adaptive"], MADE["entropies"], strict=True)
   seen = set()
   for expected, entropy in rows:

@@ -25,7 +25,10 @@ from grpojax.models import lora
 from grpojax.models.rope import Rope
 from grpojax.models.transformer import TransformerConfig, transformer
 
-B, G, P, T = 4, 6, 3, 16
+B = 4
+G = 6
+P = 3
+T = 16
 KEY = jax.random.key(5)
 
 
@@ -61,7 +64,8 @@ def draw_lengths(rng, b=B, g=G, t=T):
 def test_each_real_token_has_one_place(
   prompt_length, devices, minibatches, micro_batches
 ):
-  rng, sizes = np.random.default_rng(devices), set()
+  rng = np.random.default_rng(devices)
+  sizes = set()
   mesh = AbstractMesh((devices, 1, 1, 1), AXES)
   for _ in range(50):
     lengths = draw_lengths(rng)
@@ -84,7 +88,8 @@ def test_each_real_token_has_one_place(
 
 def check_tokens(planned, lengths):
   """Checks that each completion is contiguous in a row of its prompt."""
-  rows, (bundles, splits, u) = planned.rows, planned.prompt_of_copy.shape
+  rows = planned.rows
+  (bundles, splits, u) = planned.prompt_of_copy.shape
   of_bundle = B // bundles
   real = rows.sample_of_token >= 0
   assert real.sum() == lengths.sum()
@@ -107,7 +112,8 @@ def check_tokens(planned, lengths):
 
 def check_room(planned, prompts):
   """Checks that a micro-batch has room for any of the bundles."""
-  rows, (bundles, splits, _) = planned.rows, planned.prompt_of_copy.shape
+  rows = planned.rows
+  (bundles, splits, _) = planned.prompt_of_copy.shape
   real = rows.sample_of_token >= 0
   prompt_tokens = np.zeros((bundles, splits), int)
   for at in np.ndindex(bundles, splits):
@@ -136,13 +142,15 @@ def memory_in_tokens(planned, prompt_length):
 
 
 def test_shapes_are_few_as_lengths_drift():
-  rng, shapes = np.random.default_rng(0), set()
+  rng = np.random.default_rng(0)
+  shapes = set()
   for step in range(60):
     mean = 128 + 30 * np.sin(step / 9)
     lengths = np.clip(rng.normal(mean, mean / 3, (64, 16)), 1, 512).astype(int)
     prompts = np.clip(rng.normal(90, 20, 64), 1, 128).astype(int)
     planned = packing_layout.plan(lengths, 512, prompts, 128, micro_batches=4)
-    tokens, copies = planned.rows.sample_of_token, planned.prompt_of_copy
+    tokens = planned.rows.sample_of_token
+    copies = planned.prompt_of_copy
     shapes.add((tokens.shape, copies.shape, planned.rows.sizes))
   assert 3 < len(shapes) < 15
 
@@ -161,7 +169,8 @@ def test_a_full_batch_is_not_packed():
 
 
 def test_a_packing_requires_equal_and_small_micro_batches():
-  lengths, prompts = np.ones((1, 3), int), np.array([1])
+  lengths = np.ones((1, 3), int)
+  prompts = np.array([1])
   with pytest.raises(ValueError, match="3 samples cannot be divided into 2"):
     packing_layout.plan(lengths, 3, prompts, 1, micro_batches=2)
   planned = packing_layout.plan(np.ones((3, 4), int), 8, np.ones(3, int), 8)
@@ -255,7 +264,9 @@ def draw_samples(longest=T, vocab=11):
   """Returns completions of 0 to T tokens; the last prompt is padding."""
   rng = np.random.default_rng(1)
   lengths = np.minimum(rng.geometric(0.3, (B, G)), longest)
-  lengths[1, 1], lengths[0, 0], lengths[-1] = 0, longest, 0
+  lengths[1, 1] = 0
+  lengths[0, 0] = longest
+  lengths[-1] = 0
   mask = jnp.arange(T) < jnp.asarray(lengths)[..., None]
   return lengths, Rollout(
     prompt_ids=jnp.asarray(rng.integers(0, vocab, (B, P))),
@@ -278,7 +289,8 @@ def assert_near(result, expected, tolerance):
 def differentiate(lm, params, samples, layout):
   """Returns gradients, and log-probabilities and entropies of real tokens."""
   prompts = samples.prompt_ids, samples.prompt_mask
-  ids, rows = samples.completion_ids, None
+  ids = samples.completion_ids
+  rows = None
   if layout is not None:
     split = packing.split(prompts, ids, layout)
     prompts, ids, _, rows = jax.tree.map(lambda x: x[0], split)
@@ -314,7 +326,8 @@ def test_packing_does_not_change_logprobs_and_gradients(features, adapted):
   if adapted:
     adapters = lora.init(params, KEY, 2, "layers/(q|k|v|o)")
     adapters = normal(adapters, 1, deviation=0.25)
-    lm, params = lora.adapt(lm, params, 1.0), adapters
+    lm = lora.adapt(lm, params, 1.0)
+    params = adapters
   lengths, samples = draw_samples()
   of_prompts = np.asarray(samples.prompt_mask).sum(axis=-1)
   layout = packing_layout.plan(lengths, T, of_prompts, P)
@@ -326,9 +339,11 @@ def test_packing_does_not_change_logprobs_and_gradients(features, adapted):
 
 @pytest.mark.slow
 def test_prompts_longer_than_planned_give_nan(tiny):
-  lengths, known = np.array([[3, 1], [2, 2]]), np.array([2, 1])
+  lengths = np.array([[3, 1], [2, 2]])
+  known = np.array([2, 1])
   layout = packing_layout.plan(lengths, 8, known, 8)
-  prompts, ids = jnp.ones((2, 8), int), jnp.ones((2, 2, 8), int)
+  prompts = jnp.ones((2, 8), int)
+  ids = jnp.ones((2, 2, 8), int)
 
   @jax.jit
   def packed(layout, mask):
@@ -346,7 +361,8 @@ def test_prompts_longer_than_planned_give_nan(tiny):
 
 def make_step(lm, samples, rewards, **cuts):
   """Returns the step from params to params, metrics and log-probabilities."""
-  tx, options = optax.sgd(0.1), UpdateOptions(chunk_size=5, **cuts)
+  tx = optax.sgd(0.1)
+  options = UpdateOptions(chunk_size=5, **cuts)
   gspo = {"ratio": "sequence_ratio", "weighting": "sequence_mean"}
   objective = Objective(beta=0.1, old_logprobs="trainer", **gspo)
   in_reward = dataclasses.replace(objective, kl_placement="reward")
@@ -363,7 +379,8 @@ def make_step(lm, samples, rewards, **cuts):
     )
     state, metrics = update(init_state(params, tx, KEY), batch)
     real = batch.completion_mask
-    old, ref = batch.old_logprobs, batch.ref_logprobs
+    old = batch.old_logprobs
+    ref = batch.ref_logprobs
     return state.params, metrics, [jnp.where(real, x, 0) for x in (old, ref)]
 
   return step
@@ -383,18 +400,22 @@ def test_packing_does_not_change_a_step(
   """With epochs, minibatches, split groups, GSPO and missing rewards."""
   lengths, samples = draw_samples(longest=T // 2)
   rewards = np.random.default_rng(3).normal(size=(B, G))
-  rewards[0, 2], rewards[2, 5] = np.nan, np.inf
+  rewards[0, 2] = np.nan
+  rewards[2, 5] = np.inf
   lengths = np.where(np.isfinite(rewards), lengths, 0)
   prompts = np.asarray(samples.prompt_mask).sum(axis=-1), P
   layout = packing_layout.plan(lengths, T, *prompts, minibatches, micro_batches)
   assert layout.rows.sample_of_token.shape == shape
-  lm, params = tabular.lm(11, 11), None
+  lm = tabular.lm(11, 11)
+  params = None
   params = lm.init(KEY)
   if micro_batches % 3 == 0:  # with attention, which compiles slowly
-    lm, params = tiny.lm, tiny.params
+    lm = tiny.lm
+    params = tiny.params
   cuts = {"minibatches": minibatches, "micro_batches": micro_batches}
   step = make_step(lm, samples, jnp.asarray(rewards), epochs=2, **cuts)
-  result, expected = step(params, layout), step(params, None)
+  result = step(params, layout)
+  expected = step(params, None)
   moved = jax.tree.map(jnp.subtract, (result[0], expected[0]), (params, params))
   assert_near(*moved, 1e-4)
   assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(moved)) > 1e-3
@@ -408,8 +429,10 @@ def memory(lm, parts, sizes, layout):
   b, g, t, p = sizes
   array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
   prompts = array(jnp.int32, b, p), array(bool, b, p)
-  ids, mask = array(jnp.int32, b, g, t), array(bool, b, g, t)
-  logprobs, done = array(jnp.float32, b, g, t), array(bool, b, g)
+  ids = array(jnp.int32, b, g, t)
+  mask = array(bool, b, g, t)
+  logprobs = array(jnp.float32, b, g, t)
+  done = array(bool, b, g)
   samples = Rollout(*prompts, ids, mask, logprobs, done)
   tx = optax.sgd(0.1)
 
@@ -438,7 +461,8 @@ def test_packed_micro_batches_take_no_more_memory(remat, wide_heads):
   sizes = b, g, t, p = (8, 2, 256, 16) if wide_heads else (8, 8, 256, 64)
   lengths = np.random.default_rng(0).integers(130, 178, (b, g))
   if wide_heads:
-    lengths[:], lengths[0, 0] = 10, t
+    lengths[:] = 10
+    lengths[0, 0] = t
   config = TransformerConfig(
     vocab_size=256,
     width=128,

@@ -84,7 +84,8 @@ def test_rollout_and_trainer_logprobs_agree(tiny, sampling):
 
 def test_completions_have_the_policys_distribution(tabular):
   """By the chi-square distance from all completions' probabilities."""
-  lm, n = tabular.lm(1, 3), 8000
+  lm = tabular.lm(1, 3)
+  n = 8000
   table = lm.init(jax.random.key(3))
   out = run_chain(lm, table, group_size=n, max_new_tokens=3)
   log_table = tabular.log_table(table)[0]
@@ -152,7 +153,8 @@ def test_completions_end_at_an_eos_or_the_budget(tabular, pad_id):
 # Independence of the rest of the batch.
 
 
-IDS, MASK = PROMPTS.prompt_ids, PROMPTS.prompt_mask
+IDS = PROMPTS.prompt_ids
+MASK = PROMPTS.prompt_mask
 CHANGES = {  # prompts, and the rows whose samples stay the same
   "other rows": (Prompts(IDS.at[::2].set(3), MASK.at[::2, 1:].set(False)), [1]),
   "a row of padding": (Prompts(IDS, MASK.at[1].set(False)), [0, 2]),

@@ -23,13 +23,17 @@ from grpojax.core.types import Batch, Rollout
 from grpojax.core.update import UpdateOptions, make_update
 
 KEY = jax.random.key(5)
-B, G, T, VOCAB = 4, 3, 5, 4
+B = 4
+G = 3
+T = 5
+VOCAB = 4
 
 
 @pytest.fixture(scope="module")
 def case(tabular):
   """A chain's rollout, with log-probabilities wrong by `noise` nats."""
-  lm, rng = tabular.lm(2, VOCAB), np.random.default_rng(0)
+  lm = tabular.lm(2, VOCAB)
+  rng = np.random.default_rng(0)
   table = lm.init(KEY)
   ids = rng.integers(0, VOCAB, (B, G, T))
   rows = tabular.rows(np.arange(B) % 2, ids)

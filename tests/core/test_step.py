@@ -100,7 +100,9 @@ def plain_gradient(table, batch, beta, tabular):
 def test_epochs_and_minibatches_equal_a_plain_loop(tabular):
   lm, table, batch = make_case(tabular)
   tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(0.1))
-  opt_state, params, seen = tx.init(table), table, []
+  opt_state = tx.init(table)
+  params = table
+  seen = []
   transform = jax.jit(tx.update)
   orders = np.asarray(draw_orders(jax.random.fold_in(KEY, 7), 4, 2, 3))
   assert (orders[1:] != orders[0]).any()
@@ -277,7 +279,8 @@ def with_prompts(width, seed):
   prompt_ids = jax.random.randint(jax.random.key(seed), (4, width), 1, 11)
   real = jnp.arange(width) < jnp.array([[width], [1], [width - 1], [2]])
   mask = jnp.arange(7) < LENGTHS[..., None]
-  zeros, full = jnp.zeros(ids.shape), jnp.ones(ids.shape[:2], bool)
+  zeros = jnp.zeros(ids.shape)
+  full = jnp.ones(ids.shape[:2], bool)
   return Rollout(prompt_ids, real, ids, mask, zeros, full)
 
 
@@ -299,8 +302,10 @@ def test_the_exact_kl_term_equals_its_definition(
   lm = transformer(tiny.config, dtype=dtype)
   wider = dict(width=24, vocab_size=tiny.config.vocab_size + 5)
   teacher = transformer(dataclasses.replace(tiny.config, **wider), dtype=dtype)
-  params, ref_params = lm.init(KEY), teacher.init(jax.random.key(1))
-  samples, hinted = with_prompts(3, 3), with_prompts(20, 4)
+  params = lm.init(KEY)
+  ref_params = teacher.init(jax.random.key(1))
+  samples = with_prompts(3, 3)
+  hinted = with_prompts(20, 4)
   mask = samples.completion_mask
   packing = None
   if packed:
@@ -309,7 +314,8 @@ def test_the_exact_kl_term_equals_its_definition(
     assert packing is not None
   objective = Objective(beta=2.0, kl="exact")
   options = UpdateOptions(micro_batches=micro_batches, chunk_size=3)
-  sampling, tx = Sampling(0.7), optax.sgd(1.0)
+  sampling = Sampling(0.7)
+  tx = optax.sgd(1.0)
   update = make_update(lm, tx, objective, options, sampling, teacher)
 
   @jax.jit
@@ -357,7 +363,8 @@ def test_exact_kl_requires_a_matching_reference(tabular):
   lm, wide, small = (tabular.lm(1, n) for n in (3, 4, 2))
   params, of_wide, of_small = (model.init(KEY) for model in (lm, wide, small))
   samples = all_ones(jnp.zeros((1, 2, 2), int), jnp.zeros(1, int))
-  objective, tx = Objective(beta=1.0, kl="exact"), optax.sgd(1.0)
+  objective = Objective(beta=1.0, kl="exact")
+  tx = optax.sgd(1.0)
 
   def step(objective, ref_lm, ref_params, of_update, other=None):
     update = make_update(lm, tx, other or objective, ref_lm=ref_lm)
@@ -366,7 +373,8 @@ def test_exact_kl_requires_a_matching_reference(tabular):
     return update(init_state(params, tx, KEY), batch, of_update)
 
   _, metrics = step(objective, wide, of_wide, of_wide)
-  exact, estimate = metrics["kl"], Objective(beta=1.0)
+  exact = metrics["kl"]
+  estimate = Objective(beta=1.0)
   for made in (objective, estimate):  # the update's objective counts
     _, metrics = step(made, wide, of_wide, of_wide, estimate)
     difference = jax.nn.log_softmax(of_wide[0])[[0, 1], 0]
@@ -377,7 +385,8 @@ def test_exact_kl_requires_a_matching_reference(tabular):
   in_reward, in_ratio = (
     dataclasses.replace(objective, kl_placement=x) for x in ("reward", "ratio")
   )
-  none, other = "kl = 'exact' needs .* ref_params", "make_batch's ref_params"
+  none = "kl = 'exact' needs .* ref_params"
+  other = "make_batch's ref_params"
   for words, *args in (
     (none, objective, wide, of_wide, None),
     (none, objective, wide, None, of_wide),
@@ -410,7 +419,8 @@ def one_token_batch(b, vocab, seed=0):
 @pytest.mark.slow
 def test_bfloat16_gradients_are_added_in_float32(tabular):
   """Many micro-batches, against the closed form in float64."""
-  b, vocab = 1024, 3
+  b = 1024
+  vocab = 3
   lm = tabular.lm(1, vocab)
   table = lm.init(KEY).astype(jnp.bfloat16)
   batch = one_token_batch(b, vocab)
@@ -429,7 +439,8 @@ def test_bfloat16_gradients_are_added_in_float32(tabular):
 
 def test_the_optimizer_keeps_its_dtypes(tabular):
   """This lets several updates be scanned."""
-  lm, tx = tabular.lm(1, 3), optax.MultiSteps(optax.adam(0.1), 2)
+  lm = tabular.lm(1, 3)
+  tx = optax.MultiSteps(optax.adam(0.1), 2)
   tx = tx.gradient_transformation()
   state = init_state(lm.init(KEY).astype(jnp.bfloat16), tx, KEY)
   batch = one_token_batch(4, 3)
@@ -442,7 +453,8 @@ def test_the_optimizer_keeps_its_dtypes(tabular):
 
 @pytest.mark.parametrize("parts", [4, 2, 12])
 def test_each_epoch_draws_new_minibatches(parts):
-  rows, epochs = 12, 4
+  rows = 12
+  epochs = 4
   draw = jax.jit(draw_orders, static_argnums=(1, 2, 3))
   orders = draw(KEY, rows, parts, epochs)
   taken = np.array([reorder_rows(jnp.arange(rows), o) for o in orders])
@@ -464,7 +476,8 @@ def test_each_epoch_draws_new_minibatches(parts):
 
 def of_weights(tabular, pack=False, beta=0.0, **options):
   """Returns the function from prompt weights to a step of SGD."""
-  lm, tx = tabular.lm(2, 4), optax.sgd(1.0)
+  lm = tabular.lm(2, 4)
+  tx = optax.sgd(1.0)
   params = lm.init(KEY)
   ids = jax.random.randint(KEY, (4, 2, 3), 0, 4)
   lengths = np.array([[3, 1], [2, 2], [1, 1], [3, 2]])
@@ -475,9 +488,11 @@ def of_weights(tabular, pack=False, beta=0.0, **options):
     logprobs=jnp.full(ids.shape, -1.4),
   )
   rewards = jax.random.normal(KEY, (4, 2))
-  options, packing = UpdateOptions(**options), None
+  options = UpdateOptions(**options)
+  packing = None
   if pack:
-    ones, parts = np.ones(4, int), options.micro_batches
+    ones = np.ones(4, int)
+    parts = options.micro_batches
     packing = layout.plan(lengths, 3, ones, 1, 1, parts)
   objective = Objective(weighting="fixed_length", beta=beta)
   update = make_update(lm, tx, objective, options)
@@ -506,7 +521,8 @@ def test_the_gradient_is_linear_in_the_weights(options, tabular):
   weights = np.array([0.5, 3.0, 0.0, 1.25])
   gradient = of_weights(tabular, **options)
   each = [gradient(row) for row in np.eye(4)]
-  result, plain = gradient(weights), gradient(None)
+  result = gradient(weights)
+  plain = gradient(None)
   assert_allclose(result, np.tensordot(weights, each, 1), atol=1e-6)
   assert_allclose(plain, sum(each), atol=1e-6)
   assert np.abs(result).max() > 0.01 < np.abs(plain - result).max()
@@ -526,14 +542,18 @@ def test_minibatches_take_the_weights_of_their_prompts(tabular):
 @pytest.mark.slow
 def test_rollout_metrics_equal_numpy():
   rng = np.random.default_rng(0)
-  b, g, t = 4, 3, 6
+  b = 4
+  g = 3
+  t = 6
   rewards = rng.normal(size=(b, g)).astype(np.float32)
   rewards[1] = 0.1
   rewards[0, 1] = rewards[1, 2] = np.nan
   length = rng.integers(1, t, (b, g))
   finished = rng.random((b, g)) < 0.5
   # The last row only pads the batch.
-  length[3], finished[3], rewards[3] = 0, False, np.nan
+  length[3] = 0
+  finished[3] = False
+  rewards[3] = np.nan
   samples = all_ones(
     jnp.zeros((b, g, t), int),
     [0] * b,
@@ -607,7 +627,8 @@ def share_of_target(samples, targets):
 @pytest.fixture(scope="module")
 def chain_step(tabular):
   """A step of a chain, its first state and its reference policy."""
-  lm, tx = tabular.lm(2, 5), optax.adam(0.2)
+  lm = tabular.lm(2, 5)
+  tx = optax.adam(0.2)
   params, ref = (lm.init(key) for key in jax.random.split(KEY))
   options = {"objective": OBJECTIVE, "update": OPTIONS, "sampling": SAMPLING}
   step = make_grpo_step(lm, tx, share_of_target, **SETTINGS, **options)
@@ -618,7 +639,8 @@ def chain_step(tabular):
 def close(a, b):
   def leaf(a, b):
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-      a, b = jax.random.key_data(a), jax.random.key_data(b)
+      a = jax.random.key_data(a)
+      b = jax.random.key_data(b)
     np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
 
   jax.tree.map(leaf, a, b)

@@ -34,7 +34,8 @@ def probabilities(table):
 
 def batch_of(tabular, group, truncated="keep"):
   """Batch of groups of the completions with these numbers."""
-  lm, shape = tabular.lm(1, 3), (len(group), 1)
+  lm = tabular.lm(1, 3)
+  shape = (len(group), 1)
   prompts = jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool)
   ids, mask, ends = (jnp.asarray(x[group]) for x in (IDS, MASK, ENDS))
   rollout = Rollout(*prompts, ids, mask, jnp.zeros(ids.shape), ends)

@@ -71,7 +71,8 @@ def gradient(lm, table, credit, mu=None, **objective):
     weighting=lambda mask: losses.fixed_length(mask, length=1), **objective
   )
   tx = optax.sgd(1.0)
-  update, state = make_update(lm, tx, objective), init_state(table, tx, KEY)
+  update = make_update(lm, tx, objective)
+  state = init_state(table, tx, KEY)
   by_mu = jnp.where(TURNS >= 0, token_logprobs(mu), 0.0)
 
   def of_group(group):
@@ -257,7 +258,8 @@ def test_rewards_of_turns_need_turns(tiny):
 
 
 def test_segments_can_be_arrays_of_an_engine():
-  ids, logprobs = np.array([5], np.uint32), np.array([1e-7], np.float32)
+  ids = np.array([5], np.uint32)
+  logprobs = np.array([1e-7], np.float32)
   samples = turns.trajectories(ONE, [[[Segment(ids, logprobs, np.float32(2))]]])
   assert samples.completion_ids.tolist() == [[[5]]]
   assert samples.logprobs.tolist() == [[[0.0]]]
@@ -278,7 +280,8 @@ def test_the_bias_between_credits_depends_on_the_weighting():
   by_turn = jnp.asarray(np.stack([rewards[0][x], rewards[1][y]], -1))
   scores = np.zeros((4, 4, 2))  # [trajectories, tokens, the turns' logits]
   rates = 0.4, np.where(x, 0.1, 0.5)  # of action 1, in the second turn by x
-  scores[:, 0, 0], scores[:, 1, 1] = x - rates[0], y - rates[1]
+  scores[:, 0, 0] = x - rates[0]
+  scores[:, 1, 1] = y - rates[1]
   chance = [np.where(a, q, 1 - q) for a, q in zip((x, y), rates, strict=True)]
 
   def difference(weighting, size):

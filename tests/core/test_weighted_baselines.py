@@ -196,7 +196,8 @@ def test_pairwise_rank_is_unbiased_for_wins_minus_losses(float64):
 @pytest.mark.parametrize("k", [1, 700])
 def test_large_groups_of_right_and_wrong_samples(k, float64):
   """Binomial coefficients beyond floats, against rational numbers."""
-  n, wrong = 2000, 1200
+  n = 2000
+  wrong = 1200
   rewards = np.random.default_rng(k).permutation(np.arange(n) >= wrong)
   subsets = math.comb(n - 1, k)  # without the sample
   all_wrong = Fraction(math.comb(wrong - 1, k - 1), math.comb(n - 1, k - 1))

@@ -6,7 +6,8 @@ import pytest
 from grpojax.data import arithmetic, drawn
 from grpojax.data.arithmetic import forgetful_sum
 
-ALWAYS, NEVER = (1.0, 1.0), (0.0, 0.0)
+ALWAYS = (1.0, 1.0)
+NEVER = (0.0, 0.0)
 
 
 def test_examples_have_the_documented_form_and_value():
@@ -55,7 +56,8 @@ def test_other_expressions_are_refused():
 
 def test_a_document_has_a_single_author_and_training_problems():
   rng = np.random.default_rng(0)
-  hasty_documents, sizes = 0, set()
+  hasty_documents = 0
+  sizes = set()
   for _ in range(300):
     problems = arithmetic.document(rng, hasty=0.3).split("\n\n")
     assert problems.pop() == ""

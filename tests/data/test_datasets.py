@@ -16,7 +16,8 @@ ELSEWHERE = (datasets.HUB, "parquet")
 
 
 def load(name, split, **settings):
-  path, options = PATHS.get(name, ""), OPTIONS.get(name)
+  path = PATHS.get(name, "")
+  options = OPTIONS.get(name)
   return datasets.load(name, split, path, options, **settings)
 
 

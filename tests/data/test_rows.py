@@ -192,12 +192,14 @@ def test_a_share_is_held_out_by_prompt(tmp_path):
     {"messages": [{"role": "user", "content": str(i)}], "answer": "1"}
     for i in range(100)
   ]
-  file, other = write(tmp_path / "a.jsonl", rows), tmp_path / "b.jsonl"
+  file = write(tmp_path / "a.jsonl", rows)
+  other = tmp_path / "b.jsonl"
 
   def split(name, share):
     return list(jsonl.load(name, path=file, test=share))
 
-  train, test = split("train", 0.2), split("test", 0.2)
+  train = split("train", 0.2)
+  test = split("test", 0.2)
   keys = [{json.dumps(x["prompt"]) for x in s} for s in (train, test)]
   assert not keys[0] & keys[1] and len(keys[0] | keys[1]) == 500
   assert len(train) + len(test) == 1300
@@ -348,7 +350,8 @@ def test_a_full_disk_gets_advice(tmp_path, monkeypatch):
 
 
 def test_short_floats_keep_their_shortest_digits(tmp_path):
-  half, single = pyarrow.float16(), pyarrow.float32()
+  half = pyarrow.float16()
+  single = pyarrow.float32()
   columns = {
     "prompt": pyarrow.array(["a", "b"]).cast(pyarrow.string_view()),
     "answer": pyarrow.array([0.1, 1e30], single),
@@ -373,7 +376,8 @@ def test_short_floats_keep_their_shortest_digits(tmp_path):
 
 
 def test_repeated_column_names_are_refused(tmp_path):
-  file, column = tmp_path / "a.parquet", pyarrow.array(["1"])
+  file = tmp_path / "a.parquet"
+  column = pyarrow.array(["1"])
   names = ["prompt", "answer", "x", "x"]
   pq.write_table(pyarrow.table([column] * 4, names=names), file)
   with pytest.raises(ValueError, match="a.parquet has 2 columns 'x'"):

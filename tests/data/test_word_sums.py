@@ -33,7 +33,8 @@ def read(problem):
 def test_answers_are_the_sums_of_the_stories(steps, largest):
   options = {"steps": steps, "largest": largest}
   examples = datasets.load("word_sums", "train", options=options)
-  lengths, added = [], 0
+  lengths = []
+  added = 0
   for i in range(300):
     numbers = read(examples[i]["prompt"])
     assert int(examples[i]["answer"]) == sum(numbers)

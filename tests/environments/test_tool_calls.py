@@ -166,7 +166,8 @@ def test_the_calculator():
 def test_retry_discounts_later_answers():
   environment = conventions.resolve("retry", options={"discount": 0.5})
   example = {"answer": "1,080"}
-  state, rewards = environment.reset(example, 0).state, []
+  state = environment.reset(example, 0).state
+  rewards = []
   for action in ("#### 3", "no mark 1080", "so #### 1080"):
     step = environment.step(state, action, example, 0)
     state = step.state

@@ -28,7 +28,8 @@ class Game:
   """Like gymnasium's: a game with a secret number."""
 
   def __init__(self, luck=False):
-    self.luck, self.count = luck, 0
+    self.luck = luck
+    self.count = 0
 
   def reset(self, *, seed=None, options=None):
     self.secret = random.Random(seed).randrange(100) + options["offset"]
@@ -55,7 +56,8 @@ class Words:
   """Like TRL's: its methods are tools."""
 
   def reset(self, secret, **kwargs):
-    self._secret, self._guesses = secret, 0
+    self._secret = secret
+    self._guesses = 0
 
   def guess(self, word: str) -> str:
     """Guesses the word.
@@ -112,7 +114,9 @@ class Held:
   """Like TRL's: it logs resets and closes."""
 
   def __init__(self, log, luck=False):
-    self._log, self._luck, self._count = log, luck, 0
+    self._log = log
+    self._luck = luck
+    self._count = 0
 
   def _note(self, word):
     with open(self._log, "a") as file:

@@ -72,14 +72,16 @@ def run_python(devices, *arguments):
 
 
 def layout_of(lengths, size, prompts, prompt_size, *parts):
-  lengths, prompts = np.asarray(lengths), np.asarray(prompts)
+  lengths = np.asarray(lengths)
+  prompts = np.asarray(prompts)
   layout = packing_layout.plan(lengths, size, prompts, prompt_size, *parts)
   return jax.tree.map(jnp.asarray, layout)
 
 
 def descend(lm, params, batch, objective, **options):
   """Returns the step of an update by plain gradient descent, and metrics."""
-  tx, options = optax.sgd(1.0), UpdateOptions(chunk_size=9, **options)
+  tx = optax.sgd(1.0)
+  options = UpdateOptions(chunk_size=9, **options)
   update = jax.jit(make_update(lm, tx, objective, options))
   state, metrics = update(init_state(params, tx, jax.random.key(0)), batch)
   return jax.tree.map(jnp.subtract, params, state.params), metrics

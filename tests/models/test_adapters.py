@@ -9,9 +9,12 @@ from small_models import prompts_of
 
 from grpojax.models import adapters
 
-VOCAB, WIDTH, MAX_LENGTH = 11, 8, 16
+VOCAB = 11
+WIDTH = 8
+MAX_LENGTH = 16
 LENGTHS = (2, 4, 1)  # of the prompts
-GROUP_SIZE, COMPLETION = 2, 5
+GROUP_SIZE = 2
+COMPLETION = 5
 RNG = np.random.default_rng(0)
 PROMPTS = prompts_of(RNG, LENGTHS)
 BATCH = PROMPTS.prompt_ids, PROMPTS.prompt_mask
@@ -81,7 +84,8 @@ def linen_with_mask_case():
 
 
 def nnx_module_case():
-  module, lm = Nnx(nnx.Rngs(1)), adapters.from_nnx(Nnx(nnx.Rngs(1)))
+  module = Nnx(nnx.Rngs(1))
+  lm = adapters.from_nnx(Nnx(nnx.Rngs(1)))
   module.eval()
   return lm, lm.init(jax.random.key(7)), module
 

@@ -20,7 +20,12 @@ from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.kernel_attention import kernel_attention
 from grpojax.models.transformer import transformer
 
-B, G, K, R, P, E = 2, 3, 2, 2, 5, 4
+B = 2
+G = 3
+K = 2
+R = 2
+P = 5
+E = 4
 RNG = np.random.default_rng(0)
 normal = functools.partial(normal_of, RNG)
 on_cpu = functools.partial(kernel_attention, platform="cpu")
@@ -54,7 +59,8 @@ def case(size, window, segments, dtype=jnp.float32, run=3, P=P):
   q = normal(B, G, K, R, size, E).astype(dtype)
   row = [normal(B, G, K, size, E).astype(dtype) for _ in "kv"]
   prompt = [normal(B, K, P, E).astype(dtype) for _ in "kv"]
-  at, lengths = np.arange(size), np.array([P, P - 2])[:, None, None]
+  at = np.arange(size)
+  lengths = np.array([P, P - 2])[:, None, None]
   ids = np.zeros((B, G, size), int)
   places = np.broadcast_to(at, ids.shape)
   if segments:  # not aligned with blocks
@@ -206,7 +212,8 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.slow
 def test_block_attention_sums_bfloat16_in_float32():
-  size, window = 512, 999
+  size = 512
+  window = 999
   arrays, visibility, *_ = case(size, window, False, jnp.bfloat16)
   q, row, prompt = arrays
   prompt = prompt._replace(values=jnp.ones_like(prompt.values))
@@ -249,7 +256,8 @@ def test_models_with_long_rows_equal_plain_ones(attention, monkeypatch):
   monkeypatch.setattr(module, name, spy)
   lm = transformer(config, attention=attention)
   params = jax.tree.map(lambda x: x * 4, lm.init(jax.random.key(0)))
-  length, parts = 140, np.array([90, 50])
+  length = 140
+  parts = np.array([90, 50])
   ids = jnp.asarray(RNG.integers(0, 17, (2, 2, length)))
   mask = jnp.arange(length) < jnp.array([[length], [131]])
   places = np.concatenate([np.arange(n) for n in parts])
@@ -275,7 +283,9 @@ def test_models_with_long_rows_equal_plain_ones(attention, monkeypatch):
 @pytest.mark.slow
 def test_memory_at_8192_tokens_and_28_heads():
   """The backward pass holds a few arrays of the queries' size."""
-  size, heads, width = 8192, 4, 64
+  size = 8192
+  heads = 4
+  width = 64
   shape = jax.ShapeDtypeStruct
   q = shape((1, 1, heads, 7, size, width), jnp.bfloat16)
   row = KeysValues(*[shape((1, 1, heads, size, width), jnp.bfloat16)] * 2)

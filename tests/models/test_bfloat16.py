@@ -18,7 +18,8 @@ from grpojax.models.moe import route
 from grpojax.models.passes import cast
 from grpojax.models.transformer import transformer
 
-V, P = 64, 8
+V = 64
+P = 8
 # Small residual steps as in real models, so that rounded hidden states matter.
 SMALL = config_with(
   vocab_size=V, width=16, layers=3, head_dim=8, mlp=16, qk_norm=True, tied=False
@@ -47,7 +48,8 @@ def draw(config):
   rng = np.random.default_rng(0)
   flat = {}
   for path, shape in flatten_dict(parameter_shapes(config), sep="/").items():
-    x, name = rng.normal(size=shape), path.split("/")[-1]
+    x = rng.normal(size=shape)
+    name = path.split("/")[-1]
     if "norm" in name:
       x = (not config.norm_offset) + 0.2 * x
     elif "bias" in name:
@@ -73,7 +75,8 @@ EXPERTS = {"experts": 8, "experts_per_token": 2, "normalize_experts": True}
 )
 def test_rollout_and_trainer_agree(experts):
   config = dataclasses.replace(SMALL, **experts)
-  lm, params = transformer(config, dtype=jnp.bfloat16), draw(config)
+  lm = transformer(config, dtype=jnp.bfloat16)
+  params = draw(config)
   ids = jnp.arange(4 * P).reshape(4, P)
   prompts = Prompts(ids, jnp.ones(ids.shape, bool))
   options = dict(group_size=8, max_new_tokens=16, eos_ids=(V,))
@@ -108,7 +111,8 @@ def test_gradients_of_a_micro_batch(kind, equal):
   """With 32,768 tokens, as in the gsm8k configs."""
   hf_config = {"model_type": kind} | BASE | EXAMPLES[kind]
   config = hf.to_transformer_config(hf_config)
-  params, rng = draw(config), np.random.default_rng(1)
+  params = draw(config)
+  rng = np.random.default_rng(1)
   ids = jnp.asarray(rng.integers(0, V, (1, 256, 128)))
   prompt = jnp.asarray(rng.integers(0, V, (1, P)))
   advantages = jnp.asarray(rng.normal(size=(1, 256, 1)), jnp.float32)
@@ -123,7 +127,8 @@ def test_gradients_of_a_micro_batch(kind, equal):
     grads = flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
     return {path: np.asarray(x, np.float64) for path, x in grads.items()}
 
-  half, exact = gradient(jnp.bfloat16), gradient(jnp.float32)
+  half = gradient(jnp.bfloat16)
+  exact = gradient(jnp.float32)
   norm = np.linalg.norm
   for path, x in exact.items():
     # Except for the rotation, a key bias shifts all logits of a query equally:

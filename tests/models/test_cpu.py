@@ -74,8 +74,10 @@ def test_products_with_merged_axes(product, merged):
   ],
 )
 def test_axes_split_by_a_mesh_are_not_merged(axis, size, kind, merged):
-  x, w = jnp.ones((2, 3, 5, 4)), jnp.ones((4, 6))
-  q, keys = normal("bkgrse"), normal("bkpe")
+  x = jnp.ones((2, 3, 5, 4))
+  w = jnp.ones((4, 6))
+  q = normal("bkgrse")
+  keys = normal("bkpe")
   mesh = AbstractMesh((size,), (axis,), axis_types=(kind,))
   with jax.sharding.use_abstract_mesh(mesh):
     assert merges(matmul, x, w) == merged
@@ -89,7 +91,11 @@ def test_decoding_does_not_merge_axes():
   assert not merges(einsum, jnp.ones((2, 3, 2, 2, 1, 4)), normal("bgkce"))
 
 
-WIDTH, MLP, VOCAB, NEW, PROMPT = 24, 37, 61, 13, 7
+WIDTH = 24
+MLP = 37
+VOCAB = 61
+NEW = 13
+PROMPT = 7
 DEEP = TransformerConfig(VOCAB, WIDTH, 9, 4, 2, 8, MLP)
 SCANNED = transformer(DEEP, remat="attention")
 
@@ -136,7 +142,8 @@ def test_the_gradient_transposes_no_large_array():
 
 @pytest.mark.slow
 def test_no_product_is_computed_again():
-  rows, params = 2 * 3 * NEW, abstract(SCANNED)
+  rows = 2 * 3 * NEW
+  params = abstract(SCANNED)
   counts = products(SCANNED, params, chunk_size=rows)
   assert counts[rows, MLP] == counts[2 * PROMPT, MLP] == 3
   assert counts[rows, VOCAB] == 1
@@ -173,9 +180,16 @@ def test_norms_and_softmax_are_summed_without_axes_of_size_1():
   shapes = sums(norm, jnp.ones((1, 4, 16, 32)), jnp.ones(32))
   assert (4, 16) in shapes and (1, 4, 16) not in shapes
   assert (32,) in shapes
-  b, k, r, s, e, p = 3, 2, 2, 8, 4, 5
-  row, prompt = jnp.ones((b, 1, k, s, e)), jnp.ones((b, k, p, e))
-  mask, prompt_mask = jnp.tril(jnp.ones((s, s), bool)), jnp.ones((b, p), bool)
+  b = 3
+  k = 2
+  r = 2
+  s = 8
+  e = 4
+  p = 5
+  row = jnp.ones((b, 1, k, s, e))
+  prompt = jnp.ones((b, k, p, e))
+  mask = jnp.tril(jnp.ones((s, s), bool))
+  prompt_mask = jnp.ones((b, p), bool)
 
   def attention(q, row, prompt):
     return two_part_attention(q, (row,) * 2, mask, (prompt,) * 2, prompt_mask)

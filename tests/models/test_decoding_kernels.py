@@ -24,8 +24,13 @@ from grpojax.models.quantization import quantize
 from grpojax.models.transformer import transformer
 
 INTERPRETED = functools.partial(pl.pallas_call, interpret=True)
-V, D, WIDTH = 700, 8, 256  # parts of 256, 256 and 188 tokens
-LAYERS, B, G, K = 2, 4, 2, 4
+V = 700  # parts of 256, 256 and 188 tokens
+D = 8
+WIDTH = 256
+LAYERS = 2
+B = 4
+G = 2
+K = 4
 CAPACITY = 24  # one and a half tiles of 16 rows of bfloat16
 
 
@@ -247,7 +252,8 @@ def test_samples_equal_those_of_other_platforms(layers, format):
     options = dict(max_new_tokens=18, sampling=sampling)
     return sample(lm, params, prompts, 2, **options)
 
-  by_kernel, expected = sample_on("tpu"), sample_on("cpu")
+  by_kernel = sample_on("tpu")
+  expected = sample_on("cpu")
   ids = by_kernel.completion_ids, expected.completion_ids
   np.testing.assert_array_equal(*ids)
   np.testing.assert_allclose(by_kernel.logprobs, expected.logprobs, atol=1e-5)

@@ -22,7 +22,11 @@ from grpojax.models.moe import LAYER, matrices_of, mixture
 from grpojax.models.transformer import transformer
 
 RNG = np.random.default_rng(0)
-B, G, P, T, V = 4, 4, 3, 8, 11
+B = 4
+G = 4
+P = 3
+T = 8
+V = 11
 CONFIG = config_with(layers=1, experts=5, experts_per_token=2)
 
 
@@ -42,7 +46,8 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
   whole = dict(layer)
   for name in ("expert_gate", "expert_up", "expert_down"):
     _, fan_in, fan_out = layer[name].shape
-    a, b = RNG.normal(size=(3, fan_in, 2)), RNG.normal(size=(3, 2, fan_out))
+    a = RNG.normal(size=(3, fan_in, 2))
+    b = RNG.normal(size=(3, 2, fan_out))
     whole[name] = layer[name] + a @ b
     layer |= {f"{name}_lora_a": a, f"{name}_lora_b": b}
   x = np.abs(RNG.normal(size=(7, 8)))
@@ -80,7 +85,8 @@ def test_load_balancing_agrees_with_transformers(torch_mixture, tmp_path):
   theirs = model(without_padding, output_router_logits=True).aux_loss
   theirs.backward()
   lm, params = hf.load(tmp_path)
-  prompt, completion = jnp.asarray(ids[:, :P]), jnp.asarray(ids[:, None, P:])
+  prompt = jnp.asarray(ids[:, :P])
+  completion = jnp.asarray(ids[:, None, P:])
   mask = jnp.arange(P)[None] < P - 1
 
   def ours(params):
@@ -103,7 +109,9 @@ def draw():
   """Returns a model and a batch with an empty sample and an empty group."""
   lm = transformer(CONFIG)
   lengths = RNG.integers(1, T // 2, (B, G))
-  lengths[0, 0], lengths[1, 1], lengths[3] = T, 0, 0
+  lengths[0, 0] = T
+  lengths[1, 1] = 0
+  lengths[3] = 0
   batch = Batch(
     prompt_ids=jnp.asarray(RNG.integers(0, V, (B, P))),
     prompt_mask=jnp.arange(P) < jnp.array([[3], [1], [2], [3]]),
@@ -118,7 +126,8 @@ def by_rows(lm, params, batch, lengths):
   """Returns the loss of rows with a copy of the prompt each."""
   learned = lengths.reshape(-1) > 0
   rows = lambda x: jnp.repeat(x, G, axis=0)[learned]
-  prompts, prompt_mask = rows(batch.prompt_ids), rows(batch.prompt_mask)
+  prompts = rows(batch.prompt_ids)
+  prompt_mask = rows(batch.prompt_mask)
   ids = batch.completion_ids.reshape(B * G, 1, T)[learned]
   mask = batch.completion_mask.reshape(B * G, 1, T)[learned]
   weights = prompt_mask * 1.0, mask * 1.0

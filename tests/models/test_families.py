@@ -24,7 +24,8 @@ GEMMA3_ROPES = dict(
   full_attention=dict(LINEAR, rope_theta=900.0, factor=8.0),
   sliding_attention=dict(PLAIN, rope_theta=30.0),
 )
-TIED, BIASES = dict(tie_word_embeddings=True), dict(attention_bias=True)
+TIED = dict(tie_word_embeddings=True)
+BIASES = dict(attention_bias=True)
 UNTIED = dict(tie_word_embeddings=False)
 KINDS = ["sliding_attention", "full_attention"]
 NO_CAPS = dict(attn_logit_softcapping=None, final_logit_softcapping=None)
@@ -84,7 +85,10 @@ MARKS = {"qwen3": ()} | dict.fromkeys(
 )
 # With biases, norms, windows and experts; compilation takes long.
 WITH_GRADIENTS = ("llama_linear_biases", "gemma3", "qwen3_moe_top2")
-P, G, T, V = 7, 2, 6, 61
+P = 7
+G = 2
+T = 6
+V = 61
 LENGTHS = np.array([3, 7, 5])
 RNG = np.random.default_rng(0)
 PROMPTS = RNG.integers(1, V, (3, P))  # torch gives padding no gradient
@@ -122,7 +126,8 @@ def theirs(model, with_gradients):
   """Returns logits [length, V] of each row, and gradients or None."""
   import torch
 
-  rows, total = [], 0.0
+  rows = []
+  total = 0.0
   for prompt, n, group in zip(PROMPTS, LENGTHS, COMPLETIONS, strict=True):
     for completion in group:
       ids = torch.tensor([[*prompt[:n], *completion]])
@@ -165,7 +170,9 @@ def ours(path, with_gradients):
   run = jax.grad(score, has_aux=True) if with_gradients else score
   grads, (first, logits) = jax.jit(run)(params)
   prefix = jax.jit(lm.prefill)(params, jnp.asarray(PROMPTS), mask)
-  extend, cache, cached = jax.jit(lm.extend), lm.init_cache(3, G, T + 2), []
+  extend = jax.jit(lm.extend)
+  cache = lm.init_cache(3, G, T + 2)
+  cached = []
   for t in range(T):
     hidden, cache, _ = extend(params, prefix, ids[:, :, t : t + 1], cache)
     cached.append(lm.unembed(params, hidden))
@@ -192,7 +199,8 @@ def check_saving(model, path):
   """Compares a saved model, read by us and by transformers."""
   import transformers
 
-  params, out = hf.load_params(path), path.parent / "out"
+  params = hf.load_params(path)
+  out = path.parent / "out"
   hf.save(out, params, path)
   again = hf.load_params(out)
   assert jax.tree.all(jax.tree.map(np.array_equal, params, again))

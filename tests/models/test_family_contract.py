@@ -46,7 +46,8 @@ def test_a_family_fulfils_its_contract(kind, labels):
   # Stored names by layer and expert.
   assert shapes.keys() <= family.KEYS.keys()
   for path, leaf in hf.layout(hf_config).items():
-    in_layers, in_experts = path.startswith("layers/"), "/expert_" in path
+    in_layers = path.startswith("layers/")
+    in_experts = "/expert_" in path
     assert leaf.stacked == in_layers + in_experts, path
     assert len(leaf.names) == len(set(leaf.names))
     # Matrices except the embedding are stored like PyTorch's Linear.

@@ -118,7 +118,8 @@ def test_only_shallow_models_are_unrolled():
     return str(jaxpr).count("dot_general")
 
   shallow = layer_stacks.SHALLOW
-  one, two = size(1), size(2)
+  one = size(1)
+  two = size(2)
   assert size(shallow) - one == (shallow - 1) * (two - one) > 0
   assert size(shallow + 1) == size(30) == one
 

@@ -50,10 +50,13 @@ def params_of(seed=0):
   ],
 )
 def test_samples_and_loss_use_only_real_ids(sampling, adapted):
-  whole, lm, params = params_of(), MASKED, params_of()
+  whole = params_of()
+  lm = MASKED
+  params = params_of()
   if adapted:
     adapters = lora.init(whole, jax.random.key(1), 2, "layers/(q|v)")
-    lm, params = lora.adapt(MASKED, whole, 1.0), adapters
+    lm = lora.adapt(MASKED, whole, 1.0)
+    params = adapters
   options = dict(group_size=64, max_new_tokens=3, eos_ids=(4,))
   draw = lambda lm, params: sample(
     lm, params, PROMPTS, 2, sampling=sampling, **options
@@ -61,7 +64,8 @@ def test_samples_and_loss_use_only_real_ids(sampling, adapted):
   ids = draw(PLAIN, whole).completion_ids
   assert np.mean(np.isin(ids, REAL)) < 0.5  # the test needs gaps to matter
   samples = draw(lm, params)
-  ids, mask = samples.completion_ids, np.asarray(samples.completion_mask)
+  ids = samples.completion_ids
+  mask = np.asarray(samples.completion_mask)
   assert np.isin(np.asarray(ids)[mask], REAL).all()
   rows = PROMPTS.prompt_ids, PROMPTS.prompt_mask, ids
   loss, _ = token_logprobs(lm, params, *rows, sampling=sampling, chunk_size=3)
@@ -78,7 +82,8 @@ def test_samples_and_loss_use_only_real_ids(sampling, adapted):
 
 def test_values_and_gradients_equal_those_of_a_model_without_gaps():
   ids = jax.random.choice(jax.random.key(3), jnp.array(REAL), (2, 2, 4))
-  places, real = jnp.searchsorted(jnp.array(REAL), ids), jnp.array(REAL)
+  places = jnp.searchsorted(jnp.array(REAL), ids)
+  real = jnp.array(REAL)
   # A model of the real ids, numbered consecutively.
   cut = PLAIN._replace(
     extend=lambda params, prefix, ids, **options: PLAIN.extend(

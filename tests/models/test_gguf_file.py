@@ -10,7 +10,12 @@ import pytest
 from grpojax.models.huggingface import gguf_file
 
 gguf = pytest.importorskip("gguf")
-U8, U32, F32, BOOL, TEXT, ARRAY = 0, 4, 6, 7, 8, 9
+U8 = 0
+U32 = 4
+F32 = 6
+BOOL = 7
+TEXT = 8
+ARRAY = 9
 Q8_0 = 8
 HUGE = 2**60
 

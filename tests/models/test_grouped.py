@@ -37,7 +37,8 @@ def test_values_and_derivatives(monkeypatch, name, kernel):
       lambda *args, cuda, default: cuda(*args, interpret=True),
     )
   count, runs = RUNS[name]
-  rng, used = np.random.default_rng(0), sum(runs)
+  rng = np.random.default_rng(0)
+  used = sum(runs)
   shapes = (count, 48), (len(runs), 48, 160)
   args, tangents = (
     tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
@@ -73,7 +74,10 @@ def test_a_gpu_multiplies_each_row_with_one_matrix(h100):
   pytest.importorskip("jax_plugins.xla_cuda13")
   (device,) = topology.machine("h100:1").devices
   place = NamedSharding(Mesh([device], ("x",)), PartitionSpec())
-  n, x, d, f = 4096, 32, 512, 256
+  n = 4096
+  x = 32
+  d = 512
+  f = 256
 
   def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=place)

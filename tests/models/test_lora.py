@@ -24,7 +24,8 @@ CONFIG |= dict(intermediate_size=24, tie_word_embeddings=True, dtype="float32")
 MIXTURE = CONFIG | dict(architectures=["Qwen3MoeForCausalLM"])
 MIXTURE |= dict(model_type="qwen3_moe", head_dim=4, moe_intermediate_size=24)
 MIXTURE |= dict(num_experts=5, num_experts_per_tok=2, norm_topk_prob=True)
-ALPHA, RANK = 5.0, 2
+ALPHA = 5.0
+RANK = 2
 SCALE = ALPHA / RANK
 TARGETS = "layers/(q|k|v|o|.*gate|.*up|.*down)"
 RNG = np.random.default_rng(2)
@@ -87,7 +88,8 @@ def test_adapters_have_forward_mode_derivatives(model):
   @functools.partial(jax.jit, static_argnums=2)
   def run(base, adapters, attention):
     sampled = jnp.ones(IDS.shape, bool)
-    logprobs, finished = jnp.zeros(IDS.shape), sampled[..., 0]
+    logprobs = jnp.zeros(IDS.shape)
+    finished = sampled[..., 0]
     lm = transformer(model.config, attention=attention)
     return score_projections(
       lora.adapt(lm, base, SCALE),

@@ -125,7 +125,8 @@ def test_an_int8_cache_equals_a_rounded_cache(tiny, layers):
   for formats in ({"cache_dtype": "int8"}, {}):
     decoder, prepared = lm.prepared(params, longest=20, **formats)
     prefix = decoder.prefill(prepared, *BATCH)
-    extend, states = jax.jit(decoder.extend), []
+    extend = jax.jit(decoder.extend)
+    states = []
     cache = decoder.init_cache(2, 3, 5)
     for t in range(9):
       if t == 5:
@@ -153,7 +154,8 @@ def test_scales_move_with_their_rows(tiny):
     lambda x: cache_lib.align(x, ends, jnp.int32(5), 7),
     lambda x: cache_lib.map_rows(lambda a: a[:, ::-1], x),
   ):
-    moved, expected = plain(change(cache)), change(plain(cache))
+    moved = plain(change(cache))
+    expected = change(plain(cache))
     assert_close(moved, expected, rtol=0)
 
 

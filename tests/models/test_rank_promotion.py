@@ -58,7 +58,8 @@ STEPS = {
   [(name, "") for name in MODELS] + [("plain", name) for name in STEPS],
 )
 def test_a_step_promotes_no_rank(model, options, tiny):
-  lm, tx = MODELS[model](tiny.config), optax.adamw(1e-3, weight_decay=0.1)
+  lm = MODELS[model](tiny.config)
+  tx = optax.adamw(1e-3, weight_decay=0.1)
   prompts = Prompts(jnp.ones((4, 3), jnp.int32), jnp.ones((4, 3), bool))
   step = make_grpo_step(
     lm,

@@ -34,7 +34,10 @@ from grpojax.models.moe import route
 from grpojax.models.transformer import transformer
 
 KEY = jax.random.key(0)
-B, G, LAYERS, PER_TOKEN = 3, 4, 3, 2
+B = 3
+G = 4
+LAYERS = 3
+PER_TOKEN = 2
 CONFIG = config_with(layers=LAYERS, experts=5, experts_per_token=PER_TOKEN)
 PROMPT_LENGTHS = np.asarray(PROMPTS.prompt_mask).sum(axis=-1)
 PROMPT_SIZE = PROMPTS.prompt_ids.shape[1]
@@ -152,7 +155,8 @@ def test_replay_agrees_with_transformers(torch_mixture, tmp_path):
   gradient = jax.jit(jax.grad(total))(params)["layers"]
   plain = [layer.mlp.gate.forward for layer in model.model.layers]
   for i, j in np.ndindex(B, G):
-    p, t = PROMPT_LENGTHS[i], lengths[i, j]
+    p = PROMPT_LENGTHS[i]
+    t = lengths[i, j]
     both = lambda prompts, rows, i=i, j=j, p=p, t=t: np.concatenate(
       [prompts[i, :p], rows[i, j, :t]]
     ).astype(np.int64)
@@ -174,7 +178,8 @@ def test_replay_agrees_with_transformers(torch_mixture, tmp_path):
   for i, layer in enumerate(model.model.layers):
     theirs = {"router": layer.mlp.gate, "q": layer.self_attn.q_proj}
     for name, module in theirs.items():
-      got, want = gradient[name][i].T, module.weight.grad
+      got = gradient[name][i].T
+      want = module.weight.grad
       np.testing.assert_allclose(got, want, atol=2e-3)
 
 
@@ -223,7 +228,8 @@ def test_packing_and_micro_batches_replay_the_same_experts(parts):
 
 def test_wrong_experts_are_refused(tiny):
   lm = transformer(CONFIG)
-  params, replay = random_params(lm), Objective(router_replay=True)
+  params = random_params(lm)
+  replay = Objective(router_replay=True)
   recorded = sample(lm, params)
   nothing = sample(lm, params, record_experts=False)
   cut = recorded.replace(experts=recorded.experts[:, :, 1:])

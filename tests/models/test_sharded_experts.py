@@ -39,7 +39,10 @@ CONFIG = config_with(
   experts=8,
   experts_per_token=2,
 )
-B, G, P, S = 2, 4, 5, 3  # the mesh also splits groups
+B = 2  # the mesh also splits groups
+G = 4
+P = 5
+S = 3
 KINDS = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 
 

@@ -245,7 +245,8 @@ def test_optimizer_states_have_the_specs_of_their_parameters():
 
 
 def test_activations_are_split_by_axes_that_divide_them():
-  types, sizes = (AxisType.Auto,) * 4, (2, 4, 1, 3)
+  types = (AxisType.Auto,) * 4
+  sizes = (2, 4, 1, 3)
   mesh = jax.sharding.AbstractMesh(sizes, mesh_lib.AXES, axis_types=types)
   spec = lambda shape, *names: mesh_lib.activation_spec(mesh, shape, names)
   both = ("batch", "group", None)

@@ -91,7 +91,10 @@ def make_run(
   """Writes the files of a run from a seed."""
   rng = random.Random(seed)
   path.mkdir(parents=True)
-  metrics, answers, counts, samples = [], [], [], []
+  metrics = []
+  answers = []
+  counts = []
+  samples = []
   for step in range(steps + 1):
     if step:
       metrics.append(_step(rng, step, steps, better))

@@ -55,7 +55,8 @@ def test_blocks_cover_all_steps_with_students_interval(count):
 
 def test_many_steps_keep_their_extremes():
   values = np.random.default_rng(0).normal(size=20_000)
-  values[12_345], values[77] = 50, -50
+  values[12345] = 50
+  values[77] = -50
   made = curve_of(values.tolist())
   assert len(made["x"]) <= POINTS + 2
   assert made["y"][0] == pytest.approx(values[0], rel=1e-4)

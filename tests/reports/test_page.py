@@ -18,7 +18,9 @@ class Reader(html.parser.HTMLParser):
 
   def __init__(self):
     super().__init__()
-    self.tags, self.inside, self.texts = [], None, []
+    self.tags = []
+    self.inside = None
+    self.texts = []
 
   def handle_starttag(self, tag, attrs):
     self.tags.append((tag, dict(attrs)))
@@ -47,7 +49,8 @@ def test_hostile_texts_are_embedded_unchanged():
   assert json.loads(text) == data
   reader = read(page(made_up.HOSTILE[0], data))
   kinds = [(tag, kind) for tag, kind, _ in reader.texts]
-  first, data_kind = [("title", None), ("style", None)], "application/json"
+  first = [("title", None), ("style", None)]
+  data_kind = "application/json"
   assert kinds == [*first, ("script", data_kind), ("script", None)]
   assert json.loads(reader.texts[2][2]) == data
   assert reader.texts[0][2] == made_up.HOSTILE[0]
@@ -70,7 +73,8 @@ def test_policy_allows_only_own_scripts():
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
-  style, script = reader.texts[1][2], reader.texts[3][2]
+  style = reader.texts[1][2]
+  script = reader.texts[3][2]
   assert allowed == {
     "default-src": "'none'",
     "script-src": source(script),

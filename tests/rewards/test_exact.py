@@ -11,7 +11,10 @@ from grpojax.rewards import exact, exact_ids
 from grpojax.runtime.text import tokenizer as tokenizers
 
 TOKENIZER = tokenizers.character_tokenizer()
-PAD, EOS, UNK, BLANK = 0, 1, 2, TOKENIZER.encode("\n\n")[0]
+PAD = 0
+EOS = 1
+UNK = 2
+BLANK = TOKENIZER.encode("\n\n")[0]
 
 on_text = lambda text, answer: exact.exact_answer("", text, {"answer": answer})
 
@@ -85,7 +88,8 @@ def assert_same(eos_ids, rows, answer, width=32, longest=16):
   """Compares the rewards on ids and on text, and returns them."""
   values = rewards(eos_ids, longest, rows, answer, width)[: len(rows)]
   for row, value in zip(rows, values, strict=True):
-    ids, mask = np.array(row, int), np.ones(len(row), bool)
+    ids = np.array(row, int)
+    mask = np.ones(len(row), bool)
     text = tokenizers.decode_completion(TOKENIZER, ids, mask, Ends(eos_ids))
     assert value == on_text(text, answer), (row, text, answer)
   return values

@@ -17,7 +17,8 @@ from grpojax.rewards.pool import Failure, Pool
 from grpojax.runtime.processes import workers
 
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
-BEHAVE, PROMPT = f"{USER}:behave", f"{USER}:length_of_prompt"
+BEHAVE = f"{USER}:behave"
+PROMPT = f"{USER}:length_of_prompt"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -53,7 +54,8 @@ def test_results_are_in_order(pool):
   same(result.values["length_of_prompt"], [1] * 41)
   assert not result.failed.any() and reasons(result) == []
   assert compute(pool).rewards.shape == (0, 1)
-  first, second = send(pool, *"12345"), send(pool, *"678")
+  first = send(pool, *"12345")
+  second = send(pool, *"678")
   same(pool.collect([second]).values["behave"], [12, 14, 16])
   same(pool.collect([first]).values["behave"], [2, 4, 6, 8, 10])
 
@@ -223,7 +225,8 @@ def test_forked_children_do_not_continue_the_program(tmp_path):
 def test_check_signals_can_abandon_rewards(tmp_path):
   """With workers while it waits, without them between completions."""
   start = time.monotonic()
-  done, calls = tmp_path / "done", []
+  done = tmp_path / "done"
+  calls = []
 
   def check_signals():
     calls.append(time.monotonic())

@@ -13,7 +13,8 @@ def chat(messages, prompt, begin=""):
   return f"{begin}{loop}{messages}{ask}{prompt}{{% endif %}}"
 
 
-START, ASK = "<|im_start|>{{ m.role }}\n", "<|im_start|>assistant\n"
+START = "<|im_start|>{{ m.role }}\n"
+ASK = "<|im_start|>assistant\n"
 CHATML = chat(START + "{{ c + '<|im_end|>\n' }}", ASK)
 HEAD = "<|start_header_id|>%s<|end_header_id|>{{ '\n\n' }}"
 LLAMA = chat(

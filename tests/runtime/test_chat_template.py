@@ -94,10 +94,8 @@ def test_messages_keep_one_system_message():
 
 
 TWICE = {"prompt": TURNS[:1] * 2}
-ALTERNATE, NO_TEMPLATE = (
-  "must alternate.*'user', 'user'",
-  "has no chat template",
-)
+ALTERNATE = "must alternate.*'user', 'user'"
+NO_TEMPLATE = "has no chat template"
 
 
 @pytest.mark.parametrize(

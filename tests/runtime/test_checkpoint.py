@@ -43,7 +43,8 @@ def _assert_same(a, b):
   assert a.key.dtype == b.key.dtype
   leaves = [jax.tree.leaves(stored_arrays.without_keys(x)) for x in (a, b)]
   for x, y in zip(*leaves, strict=True):
-    x, y = np.asarray(x), np.asarray(y)
+    x = np.asarray(x)
+    y = np.asarray(y)
     assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
 
 
@@ -79,7 +80,8 @@ def test_round_trip_keeps_the_newest_and_skips_nothing(tmp_path):
 
 
 def test_saved_arrays_may_be_donated_at_once(tmp_path):
-  state, expected = _state(1, 300_000), _state(1, 300_000)
+  state = _state(1, 300_000)
+  expected = _state(1, 300_000)
   spoil = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
   with checkpoint.open_checkpointer(tmp_path) as ckptr:
     checkpoint.save(ckptr, 1, state)
@@ -130,8 +132,10 @@ def test_unfinished_saves_and_deletions_are_ignored_and_removed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
-  state, rng = _state(1, 3000), random.Random(0)
-  step, reference = tmp_path / "checkpoints" / "1", tmp_path / "reference"
+  state = _state(1, 3000)
+  rng = random.Random(0)
+  step = tmp_path / "checkpoints" / "1"
+  reference = tmp_path / "reference"
   checkpoint.save_params(reference, state.params)
   refused = {step: set(), reference: set()}
   with checkpoint.open_checkpointer(step.parent) as ckptr:
@@ -243,7 +247,8 @@ def _no_file_larger_than(size: int):
 def test_a_failed_save_is_reported_by_check(tmp_path, caplog, monkeypatch):
   left = []
   monkeypatch.setattr(interrupts, "skip_end", left.append)
-  folder, large = tmp_path / "checkpoints", _state(2, 3000)
+  folder = tmp_path / "checkpoints"
+  large = _state(2, 3000)
   # Compiles now, because JAX writes compiled programs to files too.
   stored_arrays.describe(stored_arrays.without_keys(large))
   with checkpoint.open_checkpointer(folder) as ckptr:
@@ -303,7 +308,8 @@ def test_an_interrupt_while_a_save_is_in_flight(tmp_path):
 
 
 def test_parameters_are_saved_once(tmp_path):
-  path, params = tmp_path / "reference", _state(1, 3000).params
+  path = tmp_path / "reference"
+  params = _state(1, 3000).params
   stored_arrays.describe(params)  # compiles now, as above
   with _no_file_larger_than(2000):
     with pytest.raises(disk.WriteFailed, match="reference could not be saved"):
@@ -333,7 +339,9 @@ def _train(folder: str) -> None:
 
 @pytest.mark.slow
 def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
-  clock, previous, torn = random.Random(0), 0, 0
+  clock = random.Random(0)
+  previous = 0
+  torn = 0
   path = [str(pathlib.Path(__file__).parents[2]), os.getenv("PYTHONPATH")]
   env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
   for _ in range(4):

@@ -175,7 +175,8 @@ def test_config_file_errors_have_a_line_number(tmp_path, line, text):
 
 
 def test_a_config_file_with_an_argument(tmp_path):
-  line, signature = "config.name = size", "get_config(size)"
+  line = "config.name = size"
+  signature = "get_config(size)"
   path = config_file_with(tmp_path / "sizes.py", line, signature=signature)
   config, _ = _parse("--config.steps=5", f"--config={path}:a:b")
   assert config.name == "a:b" and config.steps == 5
@@ -246,7 +247,8 @@ def test_system_errors_are_one_line_messages(error, text):
 @pytest.mark.parametrize("form", ["{}", "configs/{}.py", "{}.py"])
 def test_packaged_configs(form, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  text, wrong = form.format("gsm8k"), form.format("gsm9k")
+  text = form.format("gsm8k")
+  wrong = form.format("gsm9k")
   assert _parse(f"--config={text}")[0].name == "gsm8k"
   with pytest.raises(ValueError, match=".* did you mean gsm8k[?]") as refused:
     _parse(f"--config={wrong}")

@@ -18,7 +18,8 @@ def test_long_programs_are_reported_and_all_are_timed():
   def update(x):
     return x + 1
 
-  lines, seconds = [], compilation.seconds()
+  lines = []
+  seconds = compilation.seconds()
   with compilation.announced(lines.append):
     before = len(seconds)
     jax.jit(update)(jnp.ones(3))

@@ -59,7 +59,8 @@ def test_only_errors_of_the_disk_are_messages():
 
 
 def test_removal_is_repeated_while_files_appear(tmp_path, monkeypatch):
-  remove, tries = shutil.rmtree, []
+  remove = shutil.rmtree
+  tries = []
 
   def busy(path, **options):  # fails twice, as if a thread still wrote
     tries.append(path)

@@ -31,7 +31,8 @@ def test_help_of_every_program_has_every_setting(name, capsys, monkeypatch):
   program = importlib.import_module(f"grpojax.{name}")
   monkeypatch.setenv("COLUMNS", "90")
   text = help_of(program, capsys)
-  words, lines = squeezed(text), text.splitlines()
+  words = squeezed(text)
+  lines = text.splitlines()
   declared = program.SETTINGS or Section("", {})
   rows = {f"--config.{k}": v for k, v in settings.flat_settings(declared)}
   rows |= {f"--{flag}": one for flag, one in program.FLAGS.items()}

@@ -23,7 +23,8 @@ import hub_server  # noqa: E402
 ID = "org/tiny-1.5B"
 NAME = hub.Name(ID)
 OLD = huggingface_hub.__version__.startswith("1.")
-COMMIT, LATER = hub_server.COMMIT, "b" * 40
+COMMIT = hub_server.COMMIT
+LATER = "b" * 40
 TOKEN = "hf_" + "s3cret" * 5
 FILES = {
   "config.json": b'{"model_type": "qwen2"}',

@@ -10,7 +10,8 @@ from grpojax.runtime.terminal import pictures
 @pytest.fixture
 def draw(tmp_path, monkeypatch):
   """`(*rows) -> figure` of the learning curve."""
-  figures, save = [], pictures.save_figure
+  figures = []
+  save = pictures.save_figure
 
   def spy(figure, path):
     figures.append(figure)
@@ -56,7 +57,8 @@ def test_learning_curve(draw, tmp_path):
 
 
 def test_infinite_group_sizes_are_drawn_by_their_lower_bound(draw):
-  best, inf = "optimal_group_size", float("inf")
+  best = "optimal_group_size"
+  inf = float("inf")
   values = [(4.0, 2.0, 9.0), (20.0, 6.0, inf), (inf, 3.0, None)]
   names = best, f"{best}_low", f"{best}_high"
   (axes,) = draw(

@@ -77,7 +77,8 @@ def test_json_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_writing_to_a_link_changes_its_target(tmp_path):
-  file, link = tmp_path / "file", tmp_path / "link"
+  file = tmp_path / "file"
+  link = tmp_path / "link"
   link.symlink_to(file)
   for text in ("1", "2"):
     records.write_text(link, text)

@@ -54,7 +54,9 @@ def test_the_holder_is_named_until_it_ends(tmp_path):
 
 
 def test_a_file_removed_before_the_lock_is_reopened(tmp_path, monkeypatch):
-  path, flock, calls = tmp_path / run_lock.LOCK, fcntl.flock, []
+  path = tmp_path / run_lock.LOCK
+  flock = fcntl.flock
+  calls = []
 
   def late(file, operation):
     if not calls:
@@ -108,7 +110,8 @@ def test_links_are_not_followed(tmp_path):
 
 @pytest.mark.parametrize("instead", ["nothing", "file", "link", "directory"])
 def test_a_replaced_directory_is_noticed(tmp_path, instead):
-  run, other = tmp_path / "run", tmp_path / "other"
+  run = tmp_path / "run"
+  other = tmp_path / "other"
   other.mkdir()
   with run_lock.hold(run) as check:
     check()

@@ -28,7 +28,9 @@ THINKING = (
   "{%- endif %}"
 )
 TURNS = "{%- for m in messages %}<｜User｜>{{ m.content }}{% endfor %}"
-START, END = ("<|im_start|>",), ("<|im_end|>",)  # for `ids_of`
+# For `ids_of`.
+START = ("<|im_start|>",)
+END = ("<|im_end|>",)
 ALPHABET = "".join(map(chr, range(33, 127))) + "▁"
 
 

@@ -57,7 +57,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_completions_end_at_the_first_stop_string(kind):
   make, start = KINDS[kind]
-  tokenizer, rng = make(), random.Random(0)
+  tokenizer = make()
+  rng = random.Random(0)
   count = max(tokenizer.get_vocab().values()) + 1
   eos = count - 1
   several = [*range(start, count)]
@@ -69,7 +70,8 @@ def test_completions_end_at_the_first_stop_string(kind):
   for _ in range(6):
     strings = set()
     while len(strings) < 3:
-      text, i = decode(rng.choice(rows)), rng.randrange(24)
+      text = decode(rng.choice(rows))
+      i = rng.randrange(24)
       piece = text[i : i + rng.randint(1, 5)]
       strings |= {piece.strip(" ")} - {""} if "\ufffd" not in piece else set()
     ends = Ends((eos,), stop_strings.build(tokenizer, [*strings], count))
@@ -82,7 +84,8 @@ def test_completions_end_at_the_first_stop_string(kind):
           break
       expected = decode(row[: n - 1]) if row[n - 1] == eos else text
       if places and row[n - 1] != eos:
-        expected, ended = text[: min(places)], ended + 1
+        expected = text[: min(places)]
+        ended = ended + 1
       assert mask.tolist() == [i < n for i in range(24)]
       args = tokenizer, row, mask, ends
       assert tokenizer_lib.decode_completion(*args) == expected
@@ -135,12 +138,14 @@ def test_rollouts_equal_cut_rollouts_without_strings(tiny, decoding):
   )(tiny.params)
   strings = ["bcaaa", "ddab", "cabcd"]
   ends = Ends((0,), stop_strings.build(tokenizer, strings, 11))
-  free, cut = run(0), run(ends)
+  free = run(0)
+  cut = run(ends)
   mask = completion_mask(free.completion_ids, ends) & free.completion_mask
   mask = np.asarray(mask)
   np.testing.assert_array_equal(cut.completion_mask, mask)
   for name in ("completion_ids", "logprobs"):
-    mine, other = getattr(cut, name), np.asarray(getattr(free, name))
+    mine = getattr(cut, name)
+    other = np.asarray(getattr(free, name))
     np.testing.assert_allclose(mine, np.where(mask, other, 0), atol=1e-5)
   shorter = mask.sum(-1) < np.asarray(free.completion_mask).sum(-1)
   np.testing.assert_array_equal(cut.finished, free.finished | shorter)

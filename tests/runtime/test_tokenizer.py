@@ -126,7 +126,8 @@ def test_a_saved_tokenizer_loads_unchanged(bpe, tmp_path, no_network, kind):
 def test_a_prompt_has_one_bos_and_no_eos(tmp_path):
   made = tokenizers.character_tokenizer()
   made.add_special_tokens({"bos_token": "<s>"})
-  bos, eos = made.bos_token_id, made.eos_token_id
+  bos = made.bos_token_id
+  eos = made.eos_token_id
   backend = made.backend_tokenizer
   backend.post_processor = processors.TemplateProcessing(
     single="<s> $A <|endoftext|>",

@@ -20,7 +20,9 @@ class Recorder:
   """A tracker that records its calls."""
 
   def __init__(self, fails_at=None):
-    self.rows, self.closed, self.fails_at = [], 0, fails_at
+    self.rows = []
+    self.closed = 0
+    self.fails_at = fails_at
 
   def open(self, run):
     self.run = run
@@ -95,7 +97,8 @@ def test_tensorboard_tags_and_purge(tmp_path):
   tracker.log(5, {"loss": 0.5})
   tracker.close()
   (file,) = (tmp_path / "tensorboard").iterdir()
-  data, events = file.read_bytes(), []
+  data = file.read_bytes()
+  events = []
   while data:  # length, its checksum, the event, its checksum
     size = int.from_bytes(data[:8], "little")
     events.append(event_pb2.Event.FromString(data[12 : 12 + size]))

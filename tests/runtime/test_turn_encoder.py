@@ -44,7 +44,8 @@ QWEN3 = chat(  # earlier thinking is left out
 )  # fmt: skip
 ENDS = {CHATML: "<|im_end|>", LLAMA: "<|eot_id|>", GEMMA: "<end_of_turn>"}
 ENDS |= {MISTRAL: "</s>", GLM: "<|user|>", QWEN3: "<|im_end|>"}
-OTHER, NONE = ID["<|other|>"], ID["x"]  # another end token, and no end token
+OTHER = ID["<|other|>"]  # another end token
+NONE = ID["x"]  # no end token
 
 
 def encoder(model, *ends, **options):
@@ -59,14 +60,17 @@ def says(role, *contents):
 
 @pytest.mark.parametrize("model", ENDS, ids="CLGMZQ")
 def test_turns_put_together_are_the_whole_chat(model):
-  encode, end = encoder(model), ID[ENDS[model]]
-  read, messages = make(model).encode, says("user", "1+1?")
+  encode = encoder(model)
+  end = ID[ENDS[model]]
+  read = make(model).encode
+  messages = says("user", "1+1?")
   row = read(set_messages(make(model), messages, {}))
   answers = "3ab", "4b", "<think>hm</think>zz"
   for answer, words in zip(answers, ["No, ba\n\n{x}", "é", ""], strict=True):
     messages += says("assistant", answer) + says("user", words)
     text = set_messages(make(model), messages, {})
-    first, tail = text[: text.rindex(answer[-2:]) + 2], encode(words, OTHER)
+    first = text[: text.rindex(answer[-2:]) + 2]
+    tail = encode(words, OTHER)
     assert read(first) + tail == read(text) and tail[0] == end
     assert encode(words, end) == tail[1:]
     assert encode(words, NONE) == tail
@@ -119,7 +123,8 @@ def test_template_options():
     encoder(None, template_options={"tools": []})
 
 
-ONCE, CHANGED = "once, as it is", "in another chat"
+ONCE = "once, as it is"
+CHANGED = "in another chat"
 LATER = CHATML.replace("\n' }}", "\n' }}{{ X if m.role[0] == 'a' }}")
 UNFIT = {
   "rounds": (CHATML.replace(START, START + "{{ loop.index // 2 }}"), CHANGED),
@@ -166,7 +171,8 @@ def test_control_tokens_in_observations_are_text(model):
   control = encoder(model, *ends, special_tokens="control")
   for kind in (lambda text: text, lambda text: says("tool", text)):
     if model or kind("") == "":
-      ids, plain = encode(kind(evil), NONE), encode(kind("x"), NONE)
+      ids = encode(kind(evil), NONE)
+      plain = encode(kind("x"), NONE)
       assert evil in make().decode(ids) and specials(ids) == specials(plain)
       ids = control(kind(evil), NONE)
       assert len(specials(ids)) == len(specials(plain)) + 4
@@ -187,7 +193,8 @@ def test_long_observations_are_cut(model):
   ]:
     encode = encoder(model, max_observation=limit)
     assert encode(text, 0) == encoder(model)(expected, 0)
-  encode, whole = encoder(CHATML, max_observation=10), encoder(CHATML)
+  encode = encoder(CHATML, max_observation=10)
+  whole = encoder(CHATML)
   for texts, expected in [  # all messages share the limit
     (["xxxx", "xxxxxx"], ["xxxx", "xxxxxx"]),
     (["xx", "xxxxxxxxx", "y"], ["xx", "xx [...]"]),

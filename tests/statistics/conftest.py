@@ -12,7 +12,8 @@ def draw_population(seed, prompts, completions, dims):
   """Draws probabilities, scores and rewards; prompts share parameters."""
   rng = np.random.default_rng(seed)
   shape = prompts, completions
-  features, logits = rng.normal(size=(*shape, dims)), rng.normal(size=shape)
+  features = rng.normal(size=(*shape, dims))
+  logits = rng.normal(size=shape)
   p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
   scores = features - np.einsum("xm,xmd->xd", p, features)[:, None]
   return p, scores, rng.normal(size=shape)

@@ -54,7 +54,8 @@ def expected(advantage, weights):
 def exact(size, weights):
   """Computes the error of weighted leave-one-out over all groups."""
   groups = groups_of(size)
-  w, z = weights[groups], Z[groups]
+  w = weights[groups]
+  z = Z[groups]
   without = (w * z).sum(-1, keepdims=True) - w * z
   advantages = z - without / (w.sum(-1, keepdims=True) - w)
   result = np.einsum("ng,ngd->nd", advantages, SCORES[groups]) / size

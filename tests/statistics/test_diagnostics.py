@@ -21,7 +21,10 @@ from grpojax.models.transformer import (
 from grpojax.statistics import diagnostics, group_size, projections
 from grpojax.statistics import u_statistics as u
 
-X, M, G = 2, 3, 3  # prompts, completions per prompt, group size
+# Prompts, completions per prompt, group size.
+X = 2
+M = 3
+G = 3
 EOS = 0
 
 
@@ -40,7 +43,8 @@ def expectation(p, s, z):
   a = np.einsum("kd,xmd->kxm", basis, s) * np.sqrt(len(basis))
   group, often = multisets(M, G)
   chance = (often * p[:, group].prod(-1) / X).reshape(-1)
-  a, rewards = a[:, :, group].reshape(len(basis), -1, G), z[:, group]
+  a = a[:, :, group].reshape(len(basis), -1, G)
+  rewards = z[:, group]
   rewards = jnp.asarray(rewards.reshape(-1, G))
   batches, often = multisets(len(chance), 3)
   batch_chance = often * chance[batches].prod(1)
@@ -183,7 +187,9 @@ def simulate(rng, prompts, group, tangents, batches):
 
   Returns projections [batches, V, B, G], rewards, and the exact components.
   """
-  x, m, d = 6, 5, 40
+  x = 6
+  m = 5
+  d = 40
   logits = rng.normal(size=(x, m))
   p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
   common = rng.normal(size=(m, d))  # correlates the prompts

@@ -12,7 +12,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 from grpojax.statistics import group_size as group_size_lib
 from grpojax.statistics import u_statistics as u
 
-X, M, D = 2, 3, 2  # prompts, completions per prompt, parameters
+# Prompts, completions per prompt, parameters.
+X = 2
+M = 3
+D = 2
 WEIGHTS = np.array([0.3, 0.7])
 
 
@@ -35,7 +38,8 @@ def test_mse_of_a_batch_equals_enumeration(
 ):
   everything = population(1, X, M, D)
   args = [*map(jnp.asarray, everything)]
-  moments, gradients = u.moments(*args), u.policy_gradient(*args)
+  moments = u.moments(*args)
+  gradients = u.policy_gradient(*args)
   c = group_size_lib.components(moments, gradients, jnp.asarray(WEIGHTS))
   curve = group_size_lib.mse_curve(c, g, b * g)
   expected = enumerated(*everything, b, *all_groups(*everything, g))
@@ -77,7 +81,8 @@ def test_mse_of_epochs_of_a_finite_set_equals_enumeration(
 @pytest.mark.parametrize("steps", [1, 40])
 def test_best_group_size_in_epochs(c3, steps, float64):
   c = group_size_lib.Components(1.0, 7.0, c3, 9.0, 2.0)
-  n, prompts = 240 * steps, 300
+  n = 240 * steps
+  prompts = 300
   sizes = np.geomspace(2, n, 200_001)
   errors = group_size_lib.mse_curve(c, sizes, n, prompts).leave_one_out
   best = group_size_lib.optimal_group_size(prompts / (prompts - 1), 7.0, c3)
@@ -121,10 +126,12 @@ def follow(estimates, start=8, error=0.0, **changes):
   settings = {"smallest": 4, "largest": 64, "decay": 0.5, "margin": 0.25}
   settings |= {"confidence": 1.0} | changes
   observe = jax.jit(functools.partial(group_size_lib.observe, **settings))
-  choice, sizes = group_size_lib.init_choice(start), []
+  choice = group_size_lib.init_choice(start)
+  sizes = []
   error = jnp.float32(error)
   for c1, c3 in estimates:
-    c1, c3 = jnp.float32(c1), jnp.float32(c3)
+    c1 = jnp.float32(c1)
+    c3 = jnp.float32(c3)
     choice = observe(choice, c1, error, c3, error)
     sizes.append(int(choice.group_size))
   return sizes

@@ -43,7 +43,9 @@ def bounds(c1, c3, over_prompts, over_tangents=((0, 0), (0, 0)), tangents=4):
 )
 def test_bounds_solve_the_t_test(of_tangents, degrees, float64):
   """At both bounds of rho = c1 / c3, c1 - rho c3 is t errors away from 0."""
-  c1, c3, covariance = 1.0, 30.0, np.array([[0.05, 0.1], [0.1, 4.5]])
+  c1 = 1.0
+  c3 = 30.0
+  covariance = np.array([[0.05, 0.1], [0.1, 4.5]])
   low, high = bounds(c1, c3, covariance, of_tangents * covariance)
   assert 2 < low < 1 + np.sqrt(30) < high < 30
   for size, sign in ((low, -1), (high, 1)):
@@ -66,7 +68,8 @@ def test_unknown_bounds(float64):
 
 def test_pooled_interval_is_a_paired_t_test():
   rng = np.random.default_rng(0)
-  c1, c3 = rng.normal(1.0, 0.3, 12), rng.normal(30.0, 5.0, 12)
+  c1 = rng.normal(1.0, 0.3, 12)
+  c3 = rng.normal(30.0, 5.0, 12)
   best, low, high = interval.pooled_group_size(c1, c3)
   assert best == pytest.approx(1 + np.sqrt(c3.mean() / c1.mean()))
   assert 1 < low < best < high < np.inf
@@ -76,6 +79,7 @@ def test_pooled_interval_is_a_paired_t_test():
 
 
 def test_one_or_two_diagnoses():
-  c1, single = np.array([1.0, 1.0]), (2.0, 5.0)
+  c1 = np.array([1.0, 1.0])
+  single = (2.0, 5.0)
   assert interval.pooled_group_size(c1, 9 * c1, single) == (4, 1, np.inf)
   assert interval.pooled_group_size(c1[:1], 9 * c1[:1], single) == (4, 2, 5)

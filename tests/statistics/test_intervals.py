@@ -33,7 +33,8 @@ def test_mean_interval_equals_scipy(count):
 )
 def test_share_interval_covers_near_0_and_1(prompts, a, b):
   """Student's covers 86% of the first, 87% of the last, and leaves [0, 1]."""
-  rng, held = np.random.default_rng(0), 0
+  rng = np.random.default_rng(0)
+  held = 0
   for _ in range(400):
     values = rng.binomial(4, rng.beta(a, b, prompts)) / 4
     rate, low, high = share_interval(values)
@@ -85,7 +86,8 @@ def test_permutation_test_handles_ties_despite_rounding():
 @pytest.mark.slow
 def test_drawn_signs_agree_with_the_normal_limit():
   """300 different differences have too many signs to list."""
-  a, zero = np.random.default_rng(1).normal(size=300), np.zeros(300)
+  a = np.random.default_rng(1).normal(size=300)
+  zero = np.zeros(300)
   a += 0.1 - a.mean()
   result = paired_difference(a, zero)
   expected = 2 * stats.norm.sf(abs(a.sum()) / math.sqrt(np.sum(a**2)))

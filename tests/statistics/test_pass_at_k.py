@@ -27,7 +27,9 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n):
 
 def test_pass_at_k_of_many_samples():
   """The binomial coefficients overflow float32."""
-  n, c, k = 2000, 3, 700
+  n = 2000
+  c = 3
+  k = 700
   correct = jnp.arange(n) < c
   expected = 1 - math.comb(n - c, k) / math.comb(n, k)
   assert_allclose(pass_at_k(correct, k), expected, rtol=1e-5)
@@ -63,7 +65,8 @@ def test_majority_is_the_mean_over_all_subsets(n):
 
 @pytest.mark.parametrize("k", [1, 2, 40, 128])
 def test_majority_of_two_answers_is_hypergeometric(k):
-  right, n = 55, 128
+  right = 55
+  n = 128
   labels = np.arange(n) >= right
   drawn = stats.hypergeom(n, right, k)
   expected = drawn.sf(k // 2)

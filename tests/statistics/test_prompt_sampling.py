@@ -48,7 +48,9 @@ def test_importance_weights_remove_the_bias(priorities, rows, most):
   priorities = np.array(priorities, float)
   expected = prompt_sampling.expected_rows(priorities, STRATA, **options)
   assert np.sum(expected) == pytest.approx(rows)
-  total, counts, estimate = 0.0, np.zeros(5), np.zeros(5)
+  total = 0.0
+  counts = np.zeros(5)
+  estimate = np.zeros(5)
   for probability, rng in outcomes(expected):
     drawn = prompt_sampling.draw(priorities, STRATA, rng, **options)
     count = np.bincount(drawn.indices, minlength=5)

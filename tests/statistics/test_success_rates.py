@@ -51,7 +51,8 @@ def test_priorities_equal_quadrature():
 
 
 def test_solved_prompt_returns_to_the_band():
-  rates, indices = success_rates.unknown(3), jnp.array([0, 1])
+  rates = success_rates.unknown(3)
+  indices = jnp.array([0, 1])
   right = jnp.array([[1] * 8, [0] * 8], jnp.float32)
   rates = success_rates.observe(rates, indices, right, half_life=10)
 

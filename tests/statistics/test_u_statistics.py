@@ -25,7 +25,8 @@ def test_leave_one_out_is_the_u_statistic(group_size, one_prompt):
   p, s, z = (x[0] for x in one_prompt)
   first, second = np.array(list(itertools.combinations(range(group_size), 2))).T
   index = np.array(list(itertools.product(range(4), repeat=group_size)))
-  scores, rewards = s[index], z[index]
+  scores = s[index]
+  rewards = z[index]
   differences = rewards[:, first] - rewards[:, second]
   kernels = (scores[:, first] - scores[:, second]) * differences[..., None] / 2
   weights = advantages.leave_one_out(jnp.asarray(rewards))

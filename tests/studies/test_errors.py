@@ -85,7 +85,8 @@ def test_measured_errors_are_unbiased(outputs, group_size, groups):
 def test_replicates_leave_one_block_out():
   p, s, z = population(4)
   index = np.random.default_rng(0).choice(4, 20, p=p)
-  gram, rewards = s[index] @ s[index].T, z[index]
+  gram = s[index] @ s[index].T
+  rewards = z[index]
   _, without = errors.group_errors(gram, rewards, [2, 4], 5, baseline=0.3)
   moments = errors.without_blocks(errors.score_moments, gram, rewards, 5)
   for block in range(5):
@@ -100,7 +101,8 @@ def test_replicates_leave_one_block_out():
 def test_mean_over_prompts_has_a_welch_interval():
   """Blocks and projections add variances; degrees are those of the fewer."""
   rng = np.random.default_rng(1)
-  samples, projections = rng.normal(size=(4, 9)), rng.normal(size=(4, 5))
+  samples = rng.normal(size=(4, 9))
+  projections = rng.normal(size=(4, 5))
   without = np.stack([np.delete(samples, i, 1).mean(1) for i in range(9)], -1)
   of_blocks = samples.var(1, ddof=1) / 9
   for replicates, variances, degrees in (
@@ -207,7 +209,8 @@ def test_projected_gram_matrix_is_unbiased(tiny):
 
 
 def test_score_lengths():
-  gram, rewards = np.diag([1.0, 4.0, 2.0, 3.0]), np.array([1.0, 0, 1, 0])
+  gram = np.diag([1.0, 4.0, 2.0, 3.0])
+  rewards = np.array([1.0, 0, 1, 0])
   lengths = errors.score_lengths(gram, rewards)
   correlation = np.corrcoef([1, 4, 2, 3], rewards)[0, 1]
   assert lengths == pytest.approx((0.5, 0.3, correlation))

@@ -98,7 +98,9 @@ def test_small_study_resumes_after_an_interruption(
 def test_automatic_run_without_a_diagnosis(tmp_path, made_up):
   """Too few prompts with rewards: nan at every diagnosis, null in the file."""
   config = to_config(group_size.SETTINGS)
-  config.seeds, config.budgets, config.group_sizes = 2, (64,), (8,)
+  config.seeds = 2
+  config.budgets = (64,)
+  config.group_sizes = (8,)
   config.train.auto_group_size.start = 8
   for run, _ in runs(config):
     path = tmp_path / "runs" / run.name

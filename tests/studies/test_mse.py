@@ -70,7 +70,8 @@ def test_killed_study_resumes_to_the_same_results(
 
 def test_theory_uses_the_second_pool(monkeypatch, config):
   """All rewards are 0 in the first pool, 1 in the second."""
-  config.samples, config.group_sizes = 6, (2,)
+  config.samples = 6
+  config.group_sizes = (2,)
   scores = np.arange(12.0)[:, None]
   rewards = np.repeat(np.float32([0, 1]), 6)
   sampled = samples.Sampled(rewards, scores @ scores.T, np.empty(0), 12)
@@ -219,7 +220,9 @@ def test_prompts_of_all_configurations(
   problems, plain, solved, template, answer, config, toy_task
 ):
   config.base = config.instruct = "arithmetic-instruct"
-  config.problems, config.num_prompts, config.shots = problems, 1, 2
+  config.problems = problems
+  config.num_prompts = 1
+  config.shots = 2
   texts = {}
   for name in samples.CONFIGURATIONS:
     bench = samples.open_bench(config, name)

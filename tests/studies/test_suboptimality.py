@@ -34,7 +34,8 @@ def test_population_and_objective(bandit):
 
 def test_derivatives_equal_differences(bandit):
   gradient, hessian = tabular.derivatives(bandit, THETA)
-  basis, step = np.eye(2), 1e-4
+  basis = np.eye(2)
+  step = 1e-4
   for i in range(2):
     ends = THETA + step * basis[i], THETA - step * basis[i]
     rise = np.subtract(*(tabular.objective(bandit, end) for end in ends))
@@ -106,7 +107,9 @@ NOISE = np.array([[0.5, -0.2], [-0.2, 0.4]])
 def test_covariance_recursion_converges_to_the_limit():
   """theta <- theta - a (H theta + noise) with a = 4 / (n + OFFSET)."""
   start = np.array([2.0, -1.0])
-  m, eta, steps = np.outer(start, start), 4.0, (10, 20_000)
+  m = np.outer(start, start)
+  eta = 4.0
+  steps = (10, 20_000)
   gaps = []
   for n in range(1, steps[-1] + 1):
     a = eta / (n + suboptimality.OFFSET)
@@ -185,7 +188,8 @@ def test_small_study_agrees_with_theory(finished, rows_of):
   assert vanilla > 2 * grpo and grpo > 1.5 * oracle
   assert (finished / "suboptimality.png").stat().st_size > 10_000
   # The first step has the length eta / (1 + offset).
-  known, start = suboptimality.bandit(), np.zeros(3)
+  known = suboptimality.bandit()
+  start = np.zeros(3)
   gradient, _ = tabular.derivatives(known.problem, start)
   noise = tabular.gradient_noise(known.problem, start, 2, 4)
   length = known.eta / (1 + suboptimality.OFFSET)
@@ -198,7 +202,8 @@ def test_small_study_agrees_with_theory(finished, rows_of):
 def test_interrupted_study_has_the_same_results(
   finished, tmp_path, monkeypatch
 ):
-  simulate, started = suboptimality.simulate, []
+  simulate = suboptimality.simulate
+  started = []
 
   def interrupted(config, known, estimator, group_size):
     started.append(estimator)

@@ -89,11 +89,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
     self._answer(200, _resource(bucket, name))
 
   def _list(self, bucket, query):
-    prefix, cut = query.get("prefix", ""), query.get("delimiter")
+    prefix = query.get("prefix", "")
+    cut = query.get("delimiter")
     start = query.get("startOffset", "")
     end = query.get("endOffset")
     names = sorted(n for b, n in OBJECTS if b == bucket)
-    items, prefixes = [], {}
+    items = []
+    prefixes = {}
     for name in (n for n in names if n.startswith(prefix)):
       if name < start or (end and name >= end):
         continue

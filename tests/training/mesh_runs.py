@@ -29,7 +29,10 @@ from grpojax.training.run import fit, setup
 from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step.batch import make_batch_program
 
-STEPS, B, G, T = 3, 4, 16, 6
+STEPS = 3
+B = 4
+G = 16
+T = 6
 SETTINGS = {
   # Other seeds may have gradients near 0, which Adam turns into updates of
   # rounding errors.
@@ -121,7 +124,9 @@ def settings_of(model, changes):
 def run(model, directory, devices, changes):
   """Returns all samples of a run in order, and its exported parameters."""
   settings = settings_of(model, changes)
-  sampled, decode, mesh = [], policy_lib.decode, setup.make_mesh
+  sampled = []
+  decode = policy_lib.decode
+  mesh = setup.make_mesh
 
   def spy(policy, samples, *rows):
     sampled.append(jax.device_get(samples))
@@ -133,7 +138,8 @@ def run(model, directory, devices, changes):
     with contextlib.redirect_stdout(io.StringIO()):
       fit.run(settings, directory)
   finally:
-    policy_lib.decode, setup.make_mesh = decode, mesh
+    policy_lib.decode = decode
+    setup.make_mesh = mesh
   return sampled, hf.load_params(directory / "model")
 
 

@@ -19,7 +19,9 @@ from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.host import Timer
 
-B, G, STEPS = 4, 4, 6
+B = 4
+G = 4
+STEPS = 6
 
 
 def of_ids(prompt, completion, example):
@@ -43,7 +45,8 @@ def opened(tiny, settings_with, open_step, word_policy):
     optim__micro_batches=2,
     reward__functions=(f"{__file__}:of_ids",),
   )
-  policy, rng = word_policy(tiny.lm, (0, 1)), np.random.default_rng(0)
+  policy = word_policy(tiny.lm, (0, 1))
+  rng = np.random.default_rng(0)
   with rewards_lib.open_reward_pool(settings) as pool:
     mesh, state, step = open_step(
       settings, policy, tiny.params, optax.adam(0.05), pool, True
@@ -63,7 +66,9 @@ def opened(tiny, settings_with, open_step, word_policy):
 def test_steps_ahead_equal_a_loop_that_samples_with_older_parameters(opened):
   state, step, batches = opened
   copy = lambda params: jax.tree.map(jnp.copy, params)
-  by_hand, older, expected = copy(state), None, []
+  by_hand = copy(state)
+  older = None
+  expected = []
   for s, (prompts, examples) in enumerate(batches):
     now = copy(by_hand.params)
     key = jax.random.fold_in(by_hand.key, s)
@@ -73,7 +78,8 @@ def test_steps_ahead_equal_a_loop_that_samples_with_older_parameters(opened):
     by_hand, row, *_ = step(by_hand, prompts, examples, pending=drawn)
     older = now
     expected.append(row)
-  pending, rows = None, []
+  pending = None
+  rows = []
   for batch, upcoming in itertools.zip_longest(batches, batches[1:]):
     state, row, *_, pending = step(
       state, *batch, pending=pending, upcoming=upcoming
@@ -100,7 +106,9 @@ def test_steps_ahead_on_separate_devices_equal_the_loop():
 @pytest.mark.slow
 def test_rewards_ahead_are_computed_during_the_update(opened, monkeypatch):
   state, step, batches = opened
-  events, gathered, gather = [], [], mesh_lib.whole
+  events = []
+  gathered = []
+  gather = mesh_lib.whole
 
   def recording(name, function):
     return lambda *args: events.append(name) or function(*args)

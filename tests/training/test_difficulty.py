@@ -74,7 +74,8 @@ def test_prompts_that_vary_are_drawn_and_weighted(drawn):
   successes = np.asarray(state.difficulty.successes)
   assert successes[0] == pytest.approx(successes[5] / 2)
   assert successes[19] == state.difficulty.failures[19] == 0
-  counts, weights = np.zeros(20), np.zeros(20)
+  counts = np.zeros(20)
+  weights = np.zeros(20)
   for step in range(200):
     prompts, batch = draw(state.replace(step=step))
     indices = [example[difficulty.INDEX] for example in batch]

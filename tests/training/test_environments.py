@@ -272,7 +272,8 @@ def test_chat_and_evaluate_play_the_environment(
   assert "environment: no\n" in printed and printed.count("reward ") == 8
   assert "model: " in printed
   # A model without a run gets the environment from the settings.
-  model, path = f"--model={run / 'model'}", "--config.environment.path="
+  model = f"--model={run / 'model'}"
+  path = "--config.environment.path="
   changes = {"reward.functions": "environment", "environment.max_turns": 3}
   changes |= {"sampling.max_new_tokens": 40, "eval.num_prompts": 4}
   reads = "data. environment. eval.num_prompts reward. sampling.max".split()

@@ -18,7 +18,10 @@ from grpojax.training.step import host, resampling
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
-B, G, T, VOCAB = 4, 4, 3, 5
+B = 4
+G = 4
+T = 3
+VOCAB = 5
 OFF = {"filter_groups__enable": False}
 
 
@@ -50,7 +53,9 @@ class Job:
     table = lm.init(jax.random.key(0)).at[..., 3].add(-1.0)
     self.table = table.at[0, 0, 0].set(50.0)
     self.policy = word_policy(lm)
-    self.settings, self.taken, self.compared = settings, 0, []
+    self.settings = settings
+    self.taken = 0
+    self.compared = []
     self.mesh, self.state, self.step = open_step(
       settings, self.policy, self.table, optax.sgd(0.1), reward_pool
     )
@@ -119,7 +124,8 @@ def whole_rollout(job, count):
 
 @pytest.mark.slow
 def test_groups_are_replaced_by_groups_of_the_next_prompts(job, monkeypatch):
-  parts, mixture_args = 2, []
+  parts = 2
+  mixture_args = []
 
   def spy(settings, examples, rewards):
     mixture_args.append((examples, rewards))
@@ -129,7 +135,8 @@ def test_groups_are_replaced_by_groups_of_the_next_prompts(job, monkeypatch):
   run = job(filter_groups__gen_parts=parts)
   whole, rewards = whole_rollout(run, 10 * B)
   varied = np.ptp(rewards, -1) > 0
-  good, size = np.flatnonzero(varied), B // parts
+  good = np.flatnonzero(varied)
+  size = B // parts
   assert 2 * B < good[B - 1] and varied[:B].sum() == 1
   row = run.run()
   drawn = -(-(good[B - 1] + 1 - B) // size) * size + B

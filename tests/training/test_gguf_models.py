@@ -47,7 +47,8 @@ MODELS = {
   "qwen3": {"head_dim": 32, "tie_word_embeddings": False},
   "qwen3moe": EXPERTS | {"moe_intermediate_size": 32},
 }
-T, L = "tokenizer.ggml.", "llama."
+T = "tokenizer.ggml."
+L = "llama."
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,8 @@ def gguf_tensors(config, params, architecture):
 def factors(scaling, theta, dim):
   """Frequency divisors of Llama 3's rule, like llama.cpp's converter."""
   length = scaling["original_max_position_embeddings"]
-  low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+  low = scaling["low_freq_factor"]
+  high = scaling["high_freq_factor"]
   turns = length / (2 * np.pi * theta ** (np.arange(0, dim, 2) / dim))
   share = np.clip((turns - low) / (high - low), 0, 1)
   return (1 / ((1 - share) / scaling["factor"] + share)).astype(np.float32)
@@ -144,7 +146,8 @@ def write(file, model, name, bpe, form="F32", pre="smollm", **keys):
   writer = gguf.GGUFWriter(file, architecture)
   for theirs in config.keys() & KEYS.keys():
     writer.add_uint32(f"{architecture}.{KEYS[theirs]}", config[theirs])
-  dim, theta = config["head_dim"], config["rope_theta"]
+  dim = config["head_dim"]
+  theta = config["rope_theta"]
   writer.add_rope_dimension_count(dim)
   writer.add_rope_freq_base(theta)
   writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -269,7 +272,8 @@ def test_llama_3_pre_tokenizer_and_bos(encoded, bpe):
   converter = inspect.signature(TikTokenConverter)
   pattern = gguf_directory.RULES["llama-bpe"].pattern
   assert pattern == converter.parameters["pattern"].default
-  bos, last = 5, VOCABULARY - 1
+  bos = 5
+  last = VOCABULARY - 1
   model = json.loads(bpe.backend_tokenizer.to_str())["model"]
   keys = {T + "merges": [" ".join(model["merges"][0])], T + "bos_token_id": bos}
   _, tokenizer, ids = encoded(pre="llama-bpe", **keys)
@@ -332,7 +336,8 @@ def test_other_rope_factors_are_refused(written):
 
 def test_wrong_tensors_and_numbers_are_named(file, written):
   made = policy.find_model(file)
-  data, name = file.read_bytes(), "model.layers.1.mlp.up_proj.weight"
+  data = file.read_bytes()
+  name = "model.layers.1.mlp.up_proj.weight"
   tensor = gguf_file.read(file).tensors["blk.1.ffn_up.weight"]
   place = tensor.offset + 2 * 100
   file.write_bytes(data[:place] + b"\0\x7e" + data[place + 2 :])  # NaN

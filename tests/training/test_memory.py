@@ -17,7 +17,10 @@ from grpojax.training.optimizer import optimizer
 from grpojax.training.run import memory, setup
 from grpojax.training.step.batch import make_batch_program
 
-B, G, P, T = 8, 4, 24, 48
+B = 8
+G = 4
+P = 24
+T = 48
 SIZES = {
   "batch_size": B,
   "group_size": G,
@@ -112,7 +115,8 @@ def test_the_state_of_each_optimizer_on_one_and_four_devices(settings_with):
   wide = dataclasses.replace(
     MODEL, vocab_size=140, width=128, head_dim=32, mlp=132
   )
-  norms, keys = 3 * 2 * 128 + 128, 3 * 2 * 128 * 64  # k and v are 64 wide
+  norms = 3 * 2 * 128 + 128
+  keys = 3 * 2 * 128 * 64  # k and v are 64 wide
   matrices = 140 * 128 + 3 * (2 * 128 * 128 + 3 * 128 * 132) + keys
   weights = norms + matrices
   statistics = 140 + 128 + 3 * (2 * (128 + 128) + 3 * (128 + 132))
@@ -140,7 +144,8 @@ def test_the_state_of_each_optimizer_on_one_and_four_devices(settings_with):
 
 def test_four_devices_divide_activations_and_gradients(settings_with):
   settings = settings_with(**SIZES)
-  whole, cut = held_by(settings), held_by(settings, MODEL, four())
+  whole = held_by(settings)
+  cut = held_by(settings, MODEL, four())
   for i, name in enumerate(("decode cache", "activations", "decode cache")):
     assert cut[i][name] == whole[i][name] // 4
   matrices = WEIGHTS - 3 * 2 * 12 - 12  # norms are replicated
@@ -158,7 +163,8 @@ def total(compiled):
 def test_compiled_programs_take_1_to_10_times_the_bound(settings_with):
   settings = settings_with(**SIZES)
   model = dataclasses.replace(MODEL, width=64, mlp=256)
-  lm, tx = transformer(model, remat="full"), optimizer(settings)
+  lm = transformer(model, remat="full")
+  tx = optimizer(settings)
   first = lambda key: setup.first_state(settings, tx, lm.init(key))
   state = jax.eval_shape(first, jax.random.key(0))
   prompts = Prompts(

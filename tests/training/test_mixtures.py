@@ -107,7 +107,8 @@ def test_a_model_is_evaluated_by_data_set(
   toy_task, toy_model, tmp_path, capsys
 ):
   """Each data set has its own reward; one is always right, one never."""
-  file, out = tmp_path / "mine.py", tmp_path / "result.json"
+  file = tmp_path / "mine.py"
+  out = tmp_path / "result.json"
   file.write_text("def easy(prompt, completion, example):\n  return 1.0\n")
   settings = {
     "reward.functions": f"exact_answer,{file}:easy",

@@ -48,7 +48,8 @@ def edited(toy_model, tmp_path):
 def test_rows_beyond_the_tokenizer_are_never_sampled(
   toy_model, edited, tmp_path
 ):
-  whole, ids = hf.load_params(toy_model), jnp.arange(20, 30)[None]
+  whole = hf.load_params(toy_model)
+  ids = jnp.arange(20, 30)[None]
   rows = jnp.full((28, whole["embed"].shape[1]), 9.0)
   padded = whole | {"embed": jnp.concatenate([whole["embed"], rows])}
   hf.save(tmp_path / "model", padded, edited("config.json", vocab_size=128))
@@ -78,7 +79,8 @@ def test_texts_beyond_the_positions_are_refused_or_warned_of(
   tokens, rope, outcome, edited, capsys
 ):
   changes = {"max_position_embeddings": 40, "rope_scaling": rope}
-  path, message = edited("config.json", **changes), "exceed the 40 positions"
+  path = edited("config.json", **changes)
+  message = "exceed the 40 positions"
   if outcome == "refused":
     with pytest.raises(ValueError, match=f"{message}.*lower one"):
       policy_lib.check_positions(path, 30, tokens)

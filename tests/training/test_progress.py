@@ -40,7 +40,8 @@ def test_every_stop_condition_has_a_limit():
 def test_a_stop_condition_ends_a_run_after_steps_in_a_row(name):
   whole, less, words = BAD[name]
   limits = dict.fromkeys(BAD, 0) | {name: 3}
-  bad, now = GOOD | {name: whole}, Progress()
+  bad = GOOD | {name: whole}
+  now = Progress()
   if name == "few_effective_samples":
     bad = GOOD | {"rollout_effective_samples": 1 - whole}
   bad["reward_failures"] = 3
@@ -82,7 +83,8 @@ def line_of(settings_with):
   """Returns the progress line of `ROW` with changes."""
 
   def line_of(eta=None, steps=40, **changes):
-    settings, row = settings_with(steps=steps), ROW | changes
+    settings = settings_with(steps=steps)
+    row = ROW | changes
     return reporting.step_line(settings, row, eta or Eta())
 
   return line_of
@@ -108,7 +110,8 @@ def test_a_line_has_metrics_rewards_time_and_warnings(line_of):
 
 
 def test_the_group_size_is_pooled_over_diagnoses(line_of):
-  progress, words = Progress(), []
+  progress = Progress()
+  words = []
   diagnoses = [
     (0.5, 8.0, 1.0, math.inf),
     (1.5, 10.0, 2.0, 5.0),

@@ -80,7 +80,8 @@ def test_prompts_use_the_template_and_are_trimmed(
   policy, jsonl, load, settings_with
 ):
   jsonl |= {"data__template": "{prompt}+1", "data__max_prompt_length": 32}
-  settings, examples = settings_with(**jsonl), load(**jsonl).examples
+  settings = settings_with(**jsonl)
+  examples = load(**jsonl).examples
   batches = prompts_lib.held_out(settings, policy, examples)
   prompts, (example, *_) = next(batches)
   assert example["prompt_text"] == "Q: 9+1\nA: " and example["answer"] == "1"
@@ -106,7 +107,8 @@ def test_prompt_lengths_are_cached(
   policy, jsonl, settings_with, tmp_path, monkeypatch
 ):
   changes = jsonl | {"data__too_long": "drop"}
-  file, measured = tmp_path / "lengths.npz", []
+  file = tmp_path / "lengths.npz"
+  measured = []
   encode = prompts_lib.tokenizer_lib.encode_prompt
 
   def counted(*args, **options):
@@ -161,7 +163,9 @@ def test_the_prompt_length_is_set_by_the_longest_prompt(
   jsonl, settings_with, load
 ):
   jsonl["data__max_prompt_length"] = 0
-  settings, train, test = settings_with(**jsonl), load(**jsonl), load(**jsonl)
+  settings = settings_with(**jsonl)
+  train = load(**jsonl)
+  test = load(**jsonl)
   short = test._replace(lengths=test.lengths[:4])
   filled = splits_lib.with_prompt_length(settings, short, train)
   assert filled.data.max_prompt_length == max(train.lengths) == 19

@@ -51,7 +51,8 @@ def test_the_reference_mixes_in_the_policy_when_due(
   first = reference.make_copy(shardings.params)(state.params)
   state = reference.state_to_memory(state.replace(reference=first), settings)
   update_reference = reference.make_update_reference(settings, shardings)
-  expected, kinds = np.asarray(params["w"]), set()
+  expected = np.asarray(params["w"])
+  kinds = set()
   for step in range(1, 8):
     w = rng.normal(size=(3, 2)).astype(np.float32)
     new = jax.device_put({"w": w}, shardings.params)

@@ -80,7 +80,8 @@ def test_runs_and_settings_are_compared_with_the_first(run, tmp_path):
 def test_samples_beyond_the_budget_are_not_parsed(run, monkeypatch):
   rows, about = run_report.read_samples(run / "samples.jsonl", [], 10**9)
   assert len(rows) == 48 and about == {"steps": 6, "kept_steps": 6}
-  parsed, parse = [], run_report._json
+  parsed = []
+  parse = run_report._json
   spy = lambda x: parsed.append(x) or parse(x)
   monkeypatch.setattr(run_report, "_json", spy)
   size = (run / "samples.jsonl").stat().st_size
@@ -156,7 +157,8 @@ def test_the_program_writes_to_its_out_file(run, tmp_path, monkeypatch, capsys):
 
 
 def test_links_are_followed_only_if_named_by_out(run, tmp_path):
-  mine, link = tmp_path / "mine", tmp_path / "link"
+  mine = tmp_path / "mine"
+  link = tmp_path / "link"
   mine.write_text("mine")
   for path in (run / "report.html", link):
     path.unlink(missing_ok=True)

@@ -34,7 +34,8 @@ def summary_of(run):
 def test_a_resumed_run_equals_an_uninterrupted_run_without_its_metrics(
   train_short, tmp_path, capsys
 ):
-  run, whole = tmp_path / "run", tmp_path / "whole"
+  run = tmp_path / "run"
+  whole = tmp_path / "whole"
   adaptive = {"loss.entropy_target": 9.0, "loss.entropy_coef_delta": 0.01}
   train_short("whole", steps=4, **adaptive)
   train_short(**adaptive)
@@ -138,7 +139,8 @@ def test_adapters_of_changed_weights_are_refused(
 def test_files_removed_during_training_end_the_run(
   gone, text, train_short, tmp_path, monkeypatch
 ):
-  run, data = tmp_path / "run", tmp_path / "train.jsonl"
+  run = tmp_path / "run"
+  data = tmp_path / "train.jsonl"
   rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
   lines = "".join(json.dumps(row) + "\n" for row in rows)
   data.write_text(lines)
@@ -172,7 +174,8 @@ def test_files_removed_during_training_end_the_run(
 def test_a_run_without_rewards_stops_and_can_be_resumed(
   train_short, tmp_path, capsys
 ):
-  run, rewards = tmp_path / "run", tmp_path / "rewards.py"
+  run = tmp_path / "run"
+  rewards = tmp_path / "rewards.py"
   rewards.write_text("def broken(prompt, completion, example):\n  1 / 0\n")
   settings = {"reward.functions": f"{rewards}:broken", "steps": 9}
   settings |= {"stop.rewards_missing": 2, "checkpoint.every": 5}
@@ -248,7 +251,8 @@ def test_the_date_is_pinned_if_the_template_uses_it(settings_with):
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [2, 6])  # of 4 held-out prompts, and training
 def test_sigterm_ends_a_run_between_two_rewards(after, train_short, tmp_path):
-  rewards, seen = tmp_path / "rewards.py", tmp_path / "seen"
+  rewards = tmp_path / "rewards.py"
+  seen = tmp_path / "seen"
   rewards.write_text(
     "import os, signal\n"
     "def slow(prompt, completion, example):\n"
@@ -265,7 +269,8 @@ def test_sigterm_ends_a_run_between_two_rewards(after, train_short, tmp_path):
 
 
 def test_waiting_for_a_device_checks_signals():
-  answers, times = iter([False] * 4 + [True]), []
+  answers = iter([False] * 4 + [True])
+  times = []
   array = types.SimpleNamespace(is_ready=lambda: next(answers))
   policy_lib.wait([array], lambda: times.append(time.monotonic()))
   assert len(times) == 5 and max(np.diff(times)) < 1
@@ -296,7 +301,8 @@ def refused_at_the_start(settings, directory, text):
 def test_processes_with_different_examples_are_refused(
   tmp_path, settings_with, monkeypatch
 ):
-  split, settings = splits.Split([0] * 7, 0, "a"), settings_with()
+  split = splits.Split([0] * 7, 0, "a")
+  settings = settings_with()
   run = start.Run(settings, tmp_path, None, None, split, split, None)
   monkeypatch.setattr(start, "check", lambda *_: run)
   second = {"the train split": "7 examples\nfingerprint a"}

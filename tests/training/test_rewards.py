@@ -166,7 +166,8 @@ def test_failed_rewards_are_recorded_and_training_goes_on(
     "    raise RuntimeError('a five')\n"
     "  return math.nan if '3' in completion else float('7' in completion)\n"
   )
-  run, functions = tmp_path / "run", f"{file}:mine"
+  run = tmp_path / "run"
+  functions = f"{file}:mine"
   rows = train_toy(steps=4, reward__functions=functions, diagnostics__every=2)
   failures = records.read_jsonl(run / "failures.jsonl")
   fives = [f for f in failures if "a five" in f["reason"]]

@@ -31,7 +31,8 @@ def checkpointed(path, step):
 
 def finished(path, steps=40):
   config = default_config()
-  config.steps, config.reward.workers = steps, 1
+  config.steps = steps
+  config.reward.workers = 1
   opened(path, config)
   checkpointed(path, steps)
   (path / "model").mkdir()
@@ -42,7 +43,8 @@ def finished(path, steps=40):
 
 @pytest.mark.parametrize("trace", ["checkpoints/5", "model", "summary.json"])
 def test_a_run_that_has_trained_keeps_its_config(trace, tmp_path):
-  run, config = tmp_path / "runs" / "x", default_config()
+  run = tmp_path / "runs" / "x"
+  config = default_config()
   assert opened(run) is False and opened(run) is True
   (run / trace).mkdir(parents=True)
   before = config.optim.learning_rate
@@ -114,7 +116,8 @@ def test_temporary_files_of_killed_writers_are_removed(tmp_path):
 
 
 def test_links_to_files_are_replaced_by_copies(tmp_path):
-  run, others = tmp_path / "run", tmp_path / "others"
+  run = tmp_path / "run"
+  others = tmp_path / "others"
   others.mkdir()
   opened(run)
   names = ("config.json", "metrics.jsonl", "changes.jsonl", "report.html")
@@ -290,7 +293,8 @@ def test_a_run_is_finished_by_its_summary_and_steps(tmp_path):
 
 
 def test_a_resumed_run_keeps_its_date_and_commits(tmp_path, monkeypatch):
-  settings, commit = TrainSettings(), f"model:a/b@main={'0' * 40}"
+  settings = TrainSettings()
+  commit = f"model:a/b@main={'0' * 40}"
   monkeypatch.setattr(open_run.hub_pins, "pin", lambda settings: settings)
   assert open_run.settle(settings, tmp_path) == settings
   began = run_directory.with_found(settings, "26 Jul 2024", 300)

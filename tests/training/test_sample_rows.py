@@ -13,7 +13,9 @@ from grpojax.training.policy import Policy
 from grpojax.training.report import sample_rows
 from grpojax.training.step.resampling import ResampledBatch
 
-B, G, T = 3, 2, 4
+B = 3
+G = 2
+T = 4
 
 
 class Spaced:

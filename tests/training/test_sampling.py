@@ -24,7 +24,9 @@ from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step.host import Timer
 
-B, G, T = 4, 3, 6
+B = 4
+G = 3
+T = 6
 EXAMPLES = [{"prompt_text": str(i), "answer": "1"} for i in range(B)]
 
 # Halves.
@@ -57,7 +59,8 @@ def program_of(lm):
 def test_halves_of_two_threads_equal_the_whole(
   tiny, two_cores, one_device, on_mesh
 ):
-  program, calls = program_of(tiny.lm), []
+  program = program_of(tiny.lm)
+  calls = []
 
   def called(params, prompts, *args):
     thread_mesh = jax.sharding.get_abstract_mesh()
@@ -69,7 +72,8 @@ def test_halves_of_two_threads_equal_the_whole(
   mesh = one_device if on_mesh else None
   with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
     sampler = sampling_lib.sample_halves(functools.partial(called), mesh)
-    halved, whole = sampler(*args), program(*args)
+    halved = sampler(*args)
+    whole = program(*args)
   shapes, threads, meshes = zip(*calls, strict=True)
   assert shapes == ((2, 3), (2, 3))
   assert threads[0] == threading.get_ident() != threads[1]
@@ -84,7 +88,8 @@ def test_halves_need_small_weights_two_cores_and_async_dispatch(
   monkeypatch, two_cores
 ):
   small = jnp.zeros((sampling_lib.LARGEST_HALVED // 8 // 4, 4), jnp.float32)
-  cpu, tpu = jax.devices("cpu")[:1], [types.SimpleNamespace(platform="tpu")]
+  cpu = jax.devices("cpu")[:1]
+  tpu = [types.SimpleNamespace(platform="tpu")]
   pays = sampling_lib.halves_pay
   assert pays((small, small), 4, cpu)
   assert not pays(small, 3, cpu)  # odd
@@ -106,7 +111,8 @@ def test_halves_need_small_weights_two_cores_and_async_dispatch(
 @pytest.fixture
 def rewards(tmp_path):
   """A function that fails for some texts, and touches a file at its start."""
-  file, begun = tmp_path / "rewards.py", tmp_path / "begun"
+  file = tmp_path / "rewards.py"
+  begun = tmp_path / "begun"
   file.write_text(
     f"import pathlib\ndef count(prompt, completion, example):\n"
     f"  pathlib.Path({str(begun)!r}).touch()\n"
@@ -132,7 +138,8 @@ def config_of(config_with):
 @pytest.fixture
 def scored(tabular, word_policy, one_device):
   """Returns samples and rewards of prompts of kinds 0 to 3."""
-  lm, mesh = tabular.lm(B, 7), one_device
+  lm = tabular.lm(B, 7)
+  mesh = one_device
   policy = word_policy(lm)
 
   def scored(settings, reward_pool, on_call=lambda: None):
@@ -152,7 +159,8 @@ def scored(tabular, word_policy, one_device):
     )
     ids = jnp.arange(B)[:, None]
     prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")
-    table, timer = lm.init(jax.random.key(0)), Timer()
+    table = lm.init(jax.random.key(0))
+    timer = Timer()
     with jax.set_mesh(mesh):
       drawing = run(table, prompts, EXAMPLES, jax.random.key(1), timer)
       samples, rewards = play_together(drawing)[0]
@@ -168,7 +176,8 @@ def test_rewards_begin_before_the_next_part_is_sampled(
 ):
   name, begun = rewards
   settings = from_config(config_of(2, name))
-  events, wait = [], policy_lib.wait
+  events = []
+  wait = policy_lib.wait
   monkeypatch.setattr(sampling_lib, "LARGEST_HALVED", 0)  # a part, a program
 
   def wait_and_record(part, check_signals):

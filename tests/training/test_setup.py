@@ -35,7 +35,9 @@ def updates(settings, gradients, start=0.0):
   """Returns the optimizer's updates of one parameter for these gradients."""
   tx = optimizer(settings)
   x = jnp.asarray(start, jnp.float32)
-  state, result, step = tx.init(x), [], jax.jit(tx.update)
+  state = tx.init(x)
+  result = []
+  step = jax.jit(tx.update)
   for gradient in gradients:
     update, state = step(jnp.asarray(gradient, jnp.float32), state, x)
     result.append(float(update))

@@ -16,7 +16,8 @@ from grpojax.training import policy, run_models
 from grpojax.training.run import hub_pins, setup, start
 from grpojax.training.step import rewards as rewards_lib
 
-COMMIT, LATER = hub_server.COMMIT, "b" * 40
+COMMIT = hub_server.COMMIT
+LATER = "b" * 40
 ID = "org/tiny"
 
 
@@ -97,7 +98,8 @@ def texts(served):
 @pytest.mark.slow
 def test_other_programs_accept_hub_names(served, model, tmp_path):
   config = sft.default_config()
-  config.model.path, config.rows = ID, 1
+  config.model.path = ID
+  config.rows = 1
   (tmp_path / "source").mkdir()
   _, params, _ = sft.start(config, tmp_path / "source")
   whole = policy.load_policy(str(model)).params
@@ -172,7 +174,8 @@ def test_the_reward_model_is_read_at_its_commit(
 
   monkeypatch.setattr(policy, "find_model", find)
   monkeypatch.setattr(start, "find_model", find)
-  whole, part = len(hub.WHOLE), len(hub.TEXTS)
+  whole = len(hub.WHOLE)
+  part = len(hub.TEXTS)
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {whole}$"):
     rewards_lib.open_model(settings, setup.make_mesh(settings))
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {part}$"):

@@ -63,7 +63,8 @@ def test_completions_are_never_tokenized_again(
 
   for name in ("encode", "__call__", "_encode_plus", "batch_encode_plus"):
     monkeypatch.setattr(type(tokenizer), name, refuse, raising=False)
-  seen, decode = [], policy_lib.decode
+  seen = []
+  decode = policy_lib.decode
 
   def spy(policy, samples, *rows):
     seen.append(jax.device_get(samples))
@@ -146,7 +147,8 @@ def test_a_diagnosis_does_not_depend_on_micro_batches_and_shards(
 @pytest.fixture
 def stepper(tiny, settings_with, open_step, word_policy):
   """A step of a tiny model: `(prompt length) -> metrics`."""
-  rows, columns = 4, 8
+  rows = 4
+  columns = 8
   settings = settings_with(
     batch_size=rows,
     group_size=4,
@@ -178,7 +180,8 @@ def stepper(tiny, settings_with, open_step, word_policy):
 def test_steps_have_no_implicit_transfers_and_compile_by_shape(
   stepper, monkeypatch
 ):
-  shapes, pack = [], host.plan_packing
+  shapes = []
+  pack = host.plan_packing
 
   def record(*args):
     packing = pack(*args)

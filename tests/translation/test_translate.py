@@ -552,7 +552,8 @@ def test_models_of_scripts(text, model, path, tmp_path):
 
 
 def test_the_command_has_flags_for_missing_settings(tmp_path, capsys):
-  file, out = tmp_path / "theirs.py", tmp_path / "ours.py"
+  file = tmp_path / "theirs.py"
+  out = tmp_path / "ours.py"
   call = CALL.replace("reward_funcs=score", "reward_funcs=[make()]")
   call = call.replace("max_steps=9", "max_steps=N, beta=B, temperature=T")
   file.write_text(HEAD + call.format("load()"))
@@ -604,7 +605,8 @@ def test_data_of_scripts(code, expected, tmp_path):
 
 
 def test_the_yaml_of_a_trl_parser(tmp_path):
-  script, yaml = tmp_path / "x.py", tmp_path / "x.yaml"
+  script = tmp_path / "x.py"
+  yaml = tmp_path / "x.yaml"
   yaml.write_text("model_name_or_path: org/model\nnum_generations: 4\n")
   script.write_text(
     HEAD
@@ -651,7 +653,8 @@ if __name__ == "__main__":
 
 
 def test_functions_are_copied_with_the_code_they_use(tmp_path, capsys):
-  file, out = tmp_path / "theirs.py", tmp_path / "ours.py"
+  file = tmp_path / "theirs.py"
+  out = tmp_path / "ours.py"
   file.write_text(HEAD + FUNCTIONS + CALL.format("'m'"))
   translate.main([str(file), f"--out={out}"])
   output = capsys.readouterr().out

@@ -45,7 +45,8 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
       f"shrinkage needs a batch of at least 3 prompts, not {len(rows)}, to "
       "estimate the variance between prompts: increase batch_size"
     )
-  rewarded, counts = present(rows), count(rows)[:, 0]  # [B, G], [B]
+  rewarded = present(rows)  # [B, G]
+  counts = count(rows)[:, 0]  # [B]
   # Relative to a reward of the batch, so equal rewards become exact zeros.
   origin = rows.ravel()[jnp.argmax(rewarded)]
   moved = jnp.where(rewarded, jnp.where(rewarded, rows, 0) - origin, 0)
@@ -100,7 +101,8 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   rewards = as_float(rewards, "beta_binomial", least=2)
   group_size = rewards.shape[-1]
   rows = rewards.reshape(-1, group_size)
-  rewarded, counts = present(rows), jnp.sum(present(rows), -1)
+  rewarded = present(rows)
+  counts = jnp.sum(present(rows), -1)
   rows = jnp.clip(jnp.where(rewarded, rows, 0), 0, 1)
   # Log-likelihoods by trials (0 to G), successes and prior.
   table = np.zeros((group_size + 1, group_size + 2, _ALPHA.size))
@@ -117,7 +119,8 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 
   of_prompt = log_marginal(jnp.sum(rows, -1), counts)
   of_others = sum_of_others(of_prompt.T).T
-  successes, others = sum_of_others(rows), jnp.maximum(counts - 1, 0)[:, None]
+  successes = sum_of_others(rows)
+  others = jnp.maximum(counts - 1, 0)[:, None]
   of_group = log_marginal(successes, others)
   weights = jax.nn.softmax(of_others[:, None] + of_group, -1)
   alpha = jnp.asarray(_ALPHA, rows.dtype)

@@ -59,7 +59,8 @@ def _max_rl_weights(group_size: int, k: int) -> np.ndarray:
 
 def _sum_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
   """Returns advantages that are sums of gaps, by `_gap_weights`."""
-  rewarded, n = present(rewards), jnp.sum(present(rewards), -1)
+  rewarded = present(rewards)
+  n = jnp.sum(present(rewards), -1)
   # Missing rewards go to the end, equal to the best, so they add no gap.
   best = jnp.max(jnp.where(rewarded, rewards, -jnp.inf), -1, keepdims=True)
   order = jnp.argsort(jnp.where(rewarded, rewards, jnp.inf), -1)
@@ -67,7 +68,8 @@ def _sum_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
   ascending = jnp.take_along_axis(filled, order, -1)
   gaps = ascending[..., 1:] - ascending[..., :-1]
   below, above = (jnp.asarray(x, gaps.dtype)[n] for x in (below, above))
-  axis, end = gaps.ndim - 1, jnp.zeros_like(ascending[..., :1])
+  axis = gaps.ndim - 1
+  end = jnp.zeros_like(ascending[..., :1])
   gain = jnp.concatenate([end, jax.lax.cumsum(gaps * below, axis)], -1)
   loss = jax.lax.cumsum(gaps * above, axis, reverse=True)
   by_rank = gain + jnp.concatenate([loss, end], -1)
@@ -92,7 +94,8 @@ def pairwise_rank(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   `leave_one_out`. G >= 2; its gradient with respect to rewards is 0.
   """
   rewards = as_float(rewards, "pairwise_rank", least=2)
-  mine, theirs = rewards[..., :, None], rewards[..., None, :]
+  mine = rewards[..., :, None]
+  theirs = rewards[..., None, :]
   wins = jnp.sum(mine > theirs, -1) - jnp.sum(mine < theirs, -1)
   # Comparisons with nan (a missing reward) are false.
   return wins.astype(rewards.dtype) / jnp.maximum(count(rewards) - 1, 1)

@@ -40,7 +40,8 @@ def _minus_weighted_others(
       f"{name} are per sample: rewards {rewards.shape} need {name} of the same "
       f"shape, not {weights.shape}"
     )
-  rewarded, moved = present(rewards), shifted(rewards)
+  rewarded = present(rewards)
+  moved = shifted(rewards)
   weights = jnp.where(rewarded, weights, 0)
   total = sum_of_others(weights)
   known = total > 0

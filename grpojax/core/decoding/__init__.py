@@ -217,12 +217,15 @@ def draw(
 ) -> tuple[Int[Array, "B G"], Float[Array, "B G"]]:
   """Draws token t of each sample; returns ids and log-probabilities."""
   fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
-  keys, lm, sampling = fold(keys, t), setup.lm, setup.sampling
+  keys = fold(keys, t)
+  lm = setup.lm
+  sampling = setup.sampling
   by_parts = lm.draw_parts is not None and sampling.is_whole
   if by_parts and runs_kernels():
     # A number selects the part, and two numbers select the token in each part.
     choose_part, *within = jnp.moveaxis(uniform(keys, 3), -1, 0)
-    within, temperature = jnp.stack(within, axis=-1), sampling.temperature
+    within = jnp.stack(within, axis=-1)
+    temperature = sampling.temperature
     parts = lm.draw_parts(setup.params, hidden, within, temperature)
     return sample_parts(parts, choose_part)
   logits = lm.unembed(setup.params, hidden)
@@ -234,7 +237,8 @@ def prefill(
   lm: LM, params: Params, prompts: Prompts, record: bool
 ) -> tuple[Prefix, Integer[Array, "B P X"] | None]:
   """Runs the prompts; also returns their experts if `record`."""
-  ids, mask = prompts.prompt_ids, prompts.prompt_mask
+  ids = prompts.prompt_ids
+  mask = prompts.prompt_mask
   if not record:
     return lm.prefill(params, ids, mask), None
   if not lm.has_experts:
@@ -266,7 +270,8 @@ def _append(
   hidden: Float[Array, "B G D"],
 ) -> Samples:
   """Draws token t of each unfinished sample, or copies an observation's."""
-  alive, episodes = ~samples.done, samples.episodes
+  alive = ~samples.done
+  episodes = samples.episodes
   ids, logprobs = draw(setup, setup.keys, t, hidden)
   drawn = alive
   if episodes is not None:
@@ -278,7 +283,8 @@ def _append(
     before = jax.lax.dynamic_index_in_dim(old, t, axis=2, keepdims=False)
     return old.at[:, :, t].set(jnp.where(alive, new, before))
 
-  rows, length = at_t(samples.ids, ids), samples.length + alive
+  rows = at_t(samples.ids, ids)
+  length = samples.length + alive
   is_end, state = ends_lib.advance(setup.ends, samples.stop_state, ids)
   ended = over = drawn & is_end
   state = ends_lib.within(state, drawn, is_end)
@@ -345,7 +351,8 @@ def _decode_few(
   """Runs `_decode` on `size` rows of each part, unfinished ones first."""
   if compaction is None or size == compaction.size:
     return _decode(setup, samples, cache, stage)
-  order, lm = compaction.order(samples.done, size), setup.lm
+  order = compaction.order(samples.done, size)
+  lm = setup.lm
   take = lambda x: compaction.take(x, order)
   few_setup = setup._replace(keys=take(setup.keys), limit=take(setup.limit))
   if compaction.of_prompts:
@@ -364,7 +371,8 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
 
   A model without `grow_cache` and `map_cache_rows` has a single stage.
   """
-  lm, (b, g, t_max) = setup.lm, samples.ids.shape
+  lm = setup.lm
+  (b, g, t_max) = samples.ids.shape
   first = setup.prefix.last_hidden[:, None]
   first = jnp.broadcast_to(first, (b, g, first.shape[-1]))
   samples = _append(setup, samples, jnp.int32(0), first)
@@ -373,7 +381,8 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   # A token enters the cache when the next one is drawn, so the last never does.
   growing = lm.grow_cache is not None and lm.map_cache_rows is not None
   ends = _stage_ends(t_max - 1, decoding.stages if growing else 1)
-  cache, start = lm.init_cache(b, g, ends[0]), 0
+  cache = lm.init_cache(b, g, ends[0])
+  start = 0
   compaction = None
   if growing and decoding.compact:
     compaction = find_compaction((b, g), lm.map_prefix_rows is not None)

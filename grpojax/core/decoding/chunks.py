@@ -74,7 +74,9 @@ def begin(
       "this model cannot wait for an environment of the host (no "
       "LM.align_cache_rows): use a jittable environment"
     )
-  b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
+  b = prompts.prompt_ids.shape[0]
+  g = group_size
+  t_max = max_new_tokens
   longest = prompts.prompt_ids.shape[1] + t_max
   decoder, prepared = lm.prepared(params, longest=longest, **sampling.formats)
   limit = loops.token_limits(prompts, jnp.full((b, g), t_max))
@@ -155,7 +157,8 @@ def decode(
   `eos_ids` (see `rollout`) or after `turn_tokens` tokens (0 for no limit).
   """
   setup, rows = _prepare(lm, params, rows, read_ends(eos_ids), sampling, slots)
-  start, samples = jnp.max(_cached(rows)), rows.samples
+  start = jnp.max(_cached(rows))
+  samples = rows.samples
   rows = rows.replace(
     samples=samples._replace(
       finished=samples.finished | finished, done=samples.done | over
@@ -185,7 +188,8 @@ def _append(
   turn_tokens: int,
 ) -> Trajectories:
   """Draws the next token of `alive` rows."""
-  samples, t = rows.samples, rows.samples.length
+  samples = rows.samples
+  t = rows.samples.length
   # The first token is predicted by the prompt, others by the row's last token.
   at = jnp.maximum(t - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
@@ -204,7 +208,8 @@ def _append(
   if turn_tokens:
     in_turn = jnp.sum(rows.turns == rows.turn[..., None], axis=-1)
     ends |= in_turn + 1 >= turn_tokens
-  ended, length = alive & ends, t + alive
+  ended = alive & ends
+  length = t + alive
   return rows.replace(
     samples=loops.constrain_samples(
       samples._replace(
@@ -255,7 +260,8 @@ def feed(
   ends = ends_lib.Ends(())  # not read
   setup, rows = _prepare(lm, params, rows, ends, sampling, slots)
   start = jnp.max(_cached(rows))
-  samples, size = rows.samples, ids.shape[-1]
+  samples = rows.samples
+  size = ids.shape[-1]
   # The turn's last token enters the cache now. The observation's last token
   # enters it later, when it predicts the first token of the next turn.
   at = jnp.maximum(samples.length - 1, 0)[..., None]
@@ -291,7 +297,8 @@ def finish(
   rewards: Float[Array, "B G K"],
 ) -> Rollout:
   """Returns the rollout, with the environments' rewards of the turns."""
-  samples, t_max = rows.samples, rows.turns.shape[-1]
+  samples = rows.samples
+  t_max = rows.turns.shape[-1]
   return Rollout(
     prompt_ids=rows.prompts.prompt_ids,
     prompt_mask=rows.prompts.prompt_mask,

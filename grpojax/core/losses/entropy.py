@@ -66,7 +66,8 @@ def adapt(
   """Returns the state after an update; `skipped` updates leave it unchanged."""
   if control is None:
     return None
-  step, most = objective.entropy_coef_delta, objective.entropy_coef_max
+  step = objective.entropy_coef_delta
+  most = objective.entropy_coef_max
   move = jnp.where(entropy <= objective.entropy_target, step, -step)
   moved = jnp.clip(control.coefficient + move, 0.0, most)
   return EntropyControl(

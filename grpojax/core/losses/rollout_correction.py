@@ -128,14 +128,17 @@ def make_correction(
     return None
 
   def correct(logprobs: Float[Array, "B G T"], batch: Batch):
-    rollout_logprobs, mask = batch.rollout_logprobs, batch.completion_mask
+    rollout_logprobs = batch.rollout_logprobs
+    mask = batch.completion_mask
     if rollout_logprobs is None:
       raise ValueError(
         "a correction needs the sampler's log-probabilities, and the batch has "
         "none: set rollout_logprobs, as make_batch does"
       )
     logprobs = jax.lax.stop_gradient(logprobs)
-    weights, left_out, aux = None, None, {}
+    weights = None
+    left_out = None
+    aux = {}
     if correction != "none":
       old = logprobs if batch.old_logprobs is None else batch.old_logprobs
       log_ratio = masked_log_ratio(old, rollout_logprobs, mask)

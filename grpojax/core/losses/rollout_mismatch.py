@@ -32,7 +32,8 @@ def token_mismatch(
   if batch.rollout_logprobs is None:
     return {}
   logprobs = jax.lax.stop_gradient(logprobs)
-  mask, sampled = batch.completion_mask, batch.rollout_logprobs
+  mask = batch.completion_mask
+  sampled = batch.rollout_logprobs
   _, aux = loss(logprobs, batch.advantages, weights, mask, sampled, beta=0.0)
   clipping = {k: v for k, v in aux.items() if k not in ("ratio", "kl")}
   return {

@@ -163,7 +163,8 @@ def dppo_tv(
   bounds Binary-KL, KL(pi_old || pi) in nats with the sign of pi - pi_old.
   """
   ratio, logprob = jax.lax.stop_gradient((ratios, logprobs))
-  new, old = jnp.exp(logprob), jnp.exp(jnp.minimum(logprob - _log(ratio), 0.0))
+  new = jnp.exp(logprob)
+  old = jnp.exp(jnp.minimum(logprob - _log(ratio), 0.0))
   moved = new - old
   if of_kl:
     tiny = 1e-8  # verl's
@@ -239,7 +240,8 @@ def vespo(
   lambda for A < 0 (arXiv 2602.10693). phi(1) = 1, and phi is largest at w = k /
   lambda. The paper's w is `trajectory_ratio`. Logs phi as `gradient_weight`.
   """
-  ratios, positive = jax.lax.stop_gradient(ratios), advantages >= 0
+  ratios = jax.lax.stop_gradient(ratios)
+  positive = advantages >= 0
   k = jnp.where(positive, vespo_k_pos, vespo_k_neg)
   rate = jnp.where(positive, vespo_lambda_pos, vespo_lambda_neg)
   phi = jnp.exp(xlogy(k, ratios) + rate * (1 - ratios))

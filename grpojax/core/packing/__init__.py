@@ -144,7 +144,8 @@ def split(
 
 def _split_packed(prompts, samples, packing: Packing):
   """Splits a batch into the micro-batches of its packing."""
-  (bundles, splits, u), rows = packing.prompt_of_copy.shape, packing.rows
+  (bundles, splits, u) = packing.prompt_of_copy.shape
+  rows = packing.rows
   prompt_of_copy = packing.prompt_of_copy.reshape(bundles, -1)
   count = bundles // rows.sizes.bundles
 
@@ -175,7 +176,8 @@ def join(
   shape: tuple[int, int],
 ) -> Shaped[Array, "B G T *more"]:
   """Joins values of micro-batches into [B, G, ...]; 0 for unpacked samples."""
-  (b, g), (_, u, samples, *of_sample) = shape, values.shape
+  (b, g) = shape
+  (_, u, samples, *of_sample) = values.shape
   if packing is None:
     x = values.reshape(b // u, g // samples, u, samples, *of_sample)
     return jnp.moveaxis(x, (2, 0, 3, 1), range(4)).reshape(b, g, *of_sample)

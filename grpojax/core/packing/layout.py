@@ -145,7 +145,9 @@ def _cheapest(
   fewest micro-batches first. `largest` is the largest micro-batch on a device,
   in tokens. Returns None if no width costs less than the unpacked batch.
   """
-  (b, g), p, t = batch.lengths.shape, batch.prompt_length, batch.length
+  (b, g) = batch.lengths.shape
+  p = batch.prompt_length
+  t = batch.length
 
   def cost_of(tokens: int, rows: int, width: int, prompts: int) -> float:
     # A token's attention to T + P keys costs half as much as its other work.
@@ -168,10 +170,12 @@ def _cheapest(
       if (room + 2 * padded) / 3 > largest:
         continue
       count = batch.bundles * splits
-      tokens, rows = count // bundles * room, count * shape.rows
+      tokens = count // bundles * room
+      rows = count * shape.rows
       cost = cost_of(tokens, rows, width, prompts=count * shape.copies)
       if cost < lowest:
-        cheapest, lowest = (shape, spread), cost
+        cheapest = (shape, spread)
+        lowest = cost
       break
   return cheapest
 
@@ -180,7 +184,9 @@ def _packing(
   batch: _Batch, shape: _Shape, spread: _Spread, sizes: Sizes
 ) -> Packing:
   """Returns the arrays of a packing with the sizes of `shape`."""
-  lengths, (b, g), bundles = batch.lengths, batch.lengths.shape, batch.bundles
+  lengths = batch.lengths
+  (b, g) = batch.lengths.shape
+  bundles = batch.bundles
   # The copies of a split are its prompts in their order.
   copy_of_prompt = np.cumsum(spread.has_prompt, axis=-1) - 1
   prompt_of_copy = np.zeros((bundles, shape.splits, shape.copies), np.int32)
@@ -242,9 +248,11 @@ def plan(
     return None
   counts = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
   if minibatches == 1:
-    bundles, ways = devices, [(n, 1) for n in counts]
+    bundles = devices
+    ways = [(n, 1) for n in counts]
   else:  # divide the prompts first, and their rows if there are too few prompts
-    bundles, on_device = b, b // (minibatches * devices)
+    bundles = b
+    on_device = b // (minibatches * devices)
     of_prompts = {n: math.gcd(n, on_device) for n in counts}
     ways = [(n // of_prompts[n], on_device // of_prompts[n]) for n in counts]
   batch = _Batch(lengths, length, prompts, prompt_length, bundles)

@@ -31,7 +31,8 @@ def _unpack(
   shape: tuple[int, int, int],
 ) -> Shaped[Array, "U G T *more"]:
   """Puts tokens into their samples [U, G, T]; 0 on padding."""
-  size, more = math.prod(shape) // len(values), values.shape[2:]
+  size = math.prod(shape) // len(values)
+  more = values.shape[2:]
   addresses = jnp.where(addresses < 0, size, addresses)
   zeros = jnp.zeros((size, *more), values.dtype)
   put = lambda x, at: zeros.at[at].set(x, mode="drop")
@@ -105,7 +106,8 @@ def completion_logprobs(
   if lm.forward is None:
     # Without `LM.forward`, each row computes its own prompt, with padding.
     prompts = jax.tree.map(flat.of_rows, prompts)
-    flat, segments = None, sample
+    flat = None
+    segments = sample
   else:
     # Flat tokens of a device share one array, so segments count its samples.
     segments = jnp.where(sample < 0, -1, segments)

@@ -197,7 +197,8 @@ def load_params(
   file_checksums.verify(directory)
   hf_config = read_config(directory, ignore_keys)
   leaves = layout(hf_config)
-  file, others = directory / GGUF, (weights.SINGLE, weights.INDEX)
+  file = directory / GGUF
+  others = (weights.SINGLE, weights.INDEX)
   if file.is_symlink() and not any((directory / x).is_file() for x in others):
     names = [name for leaf in leaves.values() for name in leaf.names]
     tensors = gguf_file.find(file, hf_config, names)

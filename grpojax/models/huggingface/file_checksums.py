@@ -74,9 +74,11 @@ def fingerprint(directory: pathlib.Path) -> str:
   Lines "NAME: size and CRC-32" of up to 64 blocks spread over each file, which
   all change in training.
   """
-  lines, size = [], 2**16
+  lines = []
+  size = 2**16
   for path in _files(directory):
-    total, crc = path.stat().st_size, 0
+    total = path.stat().st_size
+    crc = 0
     with open(path, "rb") as file:
       for start in range(0, total, max(total // 64, size)):
         file.seek(start)

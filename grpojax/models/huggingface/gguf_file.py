@@ -25,7 +25,8 @@ _NUMBERS = {
   number: np.dtype(f"<{code}")
   for number, code in enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())
 } | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
-_TEXT, _ARRAY = 8, 9
+_TEXT = 8
+_ARRAY = 9
 
 ARCHITECTURES = {
   "llama": ("llama", "LlamaForCausalLM"),  # Mistral's too
@@ -88,7 +89,8 @@ class Tensor(NamedTuple):
       head, row = np.divmod(index, size)
       half, pair = np.divmod(row, size // 2)
       index = head * size + 2 * pair + half
-    first, last = index.min(), index.max() + 1
+    first = index.min()
+    last = index.max() + 1
     width = _bytes(self.format, math.prod(self.shape[1:]))
     place = self.offset + int(first) * width
     raw = np.memmap(self.file, np.uint8, "r", place, (last - first, width))
@@ -154,9 +156,11 @@ class _Header:
 
   def value(self) -> Any:
     """Reads a text, a number, a list of texts, or an array of numbers."""
-    kind, count = self.whole("I"), 1
+    kind = self.whole("I")
+    count = 1
     if is_array := kind == _ARRAY:
-      kind, count = self.whole("I"), self.whole("Q")
+      kind = self.whole("I")
+      count = self.whole("Q")
     if kind == _TEXT:
       values = [self.text() for _ in range(count)]  # absurd counts end early
       return values if is_array else values[0]
@@ -198,7 +202,8 @@ def _read(path: pathlib.Path, header: _Header) -> File:
   if type(alignment) is not int or not 0 < alignment < 2**20:
     raise ValueError(f"its general.alignment is {alignment!r:.40}")
   begin = -(-header.stream.tell() // alignment) * alignment
-  end, size = begin, path.stat().st_size
+  end = begin
+  size = path.stat().st_size
   for name, x in sorted(tensors.items(), key=lambda item: item[1].offset):
     x = tensors[name] = x._replace(offset=begin + x.offset)
     count = x.shape[0] * _bytes(x.format, math.prod(x.shape[1:]))
@@ -351,8 +356,10 @@ def find(
   Stacked experts become separate tensors. ValueError if the file does not match
   `hf_config`.
   """
-  gguf, file = library(), read(path)
-  name, heads = _architecture(file), {}
+  gguf = library()
+  file = read(path)
+  name = _architecture(file)
+  heads = {}
   if to_hf_config(file) != hf_config:
     raise ValueError(f"{path} is of another config.json; start again")
   if name == "llama":
@@ -360,7 +367,8 @@ def find(
     heads["attn_k"] = hf_config["num_key_value_heads"]
   kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
   gguf_names = gguf.get_tensor_name_map(kind, 1)  # of layer 0
-  renamed, used = {}, {_FACTORS}  # the config has the factors
+  renamed = {}
+  used = {_FACTORS}  # the config has the factors
   for ours in names:
     layer = re.search(r"layers\.(\d+)", ours)
     expert = re.search(r"experts\.(\d+)", ours)

@@ -59,7 +59,8 @@ class Stored(NamedTuple):
 
   def rows(self, start: int, stop: int) -> np.ndarray:
     """Maps rows start .. stop - 1 of the file."""
-    dtype, row = STORED_DTYPES[self.dtype], math.prod(self.shape[1:])
+    dtype = STORED_DTYPES[self.dtype]
+    row = math.prod(self.shape[1:])
     place = self.offset + start * row * dtype.itemsize
     shape = (stop - start, *self.shape[1:])
     return np.memmap(self.file, dtype, "r", place, shape)
@@ -216,11 +217,13 @@ def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
     slice(*s.indices(size)) for s, size in zip(index, leaf.shape, strict=True)
   )
   out = np.empty([s.stop - s.start for s in index], dtype)
-  lead, inner = index[: leaf.stacked], index[leaf.stacked :]
+  lead = index[: leaf.stacked]
+  inner = index[leaf.stacked :]
   for place in np.ndindex(out.shape[: leaf.stacked]):
     position = [s.start + i for s, i in zip(lead, place, strict=True)]
     number = np.ravel_multi_index(position, leaf.shape[: leaf.stacked])
-    stored, target = tensors[leaf.names[number]], out[place]
+    stored = tensors[leaf.names[number]]
+    target = out[place]
     part = (inner[::-1], target.T) if leaf.transposed else (inner, target)
     if not _copy(stored, *part):
       raise ValueError(

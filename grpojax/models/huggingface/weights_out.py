@@ -33,7 +33,8 @@ _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 def _shards(sizes: Mapping[str, int], largest: int | None) -> list[list[str]]:
   """Splits names, in order, into files of at most `largest` bytes."""
-  shards, used = [[]], 0
+  shards = [[]]
+  used = 0
   for name, size in sizes.items():
     if shards[-1] and largest and used + size > largest:
       shards.append([])
@@ -150,7 +151,8 @@ def write(
     for path, leaf in layout.items()
     for tensor in _tensors(leaf, arrays[path], entries[leaf.names[0]][0])
   )
-  shards, file_of = _shards(sizes, max_shard_size), {}
+  shards = _shards(sizes, max_shard_size)
+  file_of = {}
   for i, names in enumerate(shards, start=1):
     file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
     file = single if len(shards) == 1 else file

@@ -131,7 +131,8 @@ def open_checkpointer(
   if readonly and not path.is_dir():
     raise ValueError(f"{directory} does not exist: there are no checkpoints")
   _check_metadata(path)
-  training, checkpointer = ocp.training, Checkpointer()
+  training = ocp.training
+  checkpointer = Checkpointer()
   newest = training.preservation_policies.LatestN(None if readonly else keep)
   checkpointer.orbax = training.Checkpointer(
     path,
@@ -278,7 +279,8 @@ def restore_policy(
   checkpointer: Checkpointer, params: PyTree, step: int | None = None
 ) -> Params:
   """Loads only a checkpoint's parameters, like `restore`."""
-  path, like = _path_of(checkpointer, step), {"params": params}
+  path = _path_of(checkpointer, step)
+  like = {"params": params}
   return stored_arrays.load(path, like, _ADVICE, partial=True)["params"]
 
 

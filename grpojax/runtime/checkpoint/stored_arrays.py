@@ -199,7 +199,8 @@ def load(
   is_state = dataclasses.is_dataclass(like)
   with _damage(path, advice):
     metadata = ocp.metadata(path)
-    stored, arrays = metadata.metadata, metadata.custom_metadata[_ARRAYS]
+    stored = metadata.metadata
+    arrays = metadata.custom_metadata[_ARRAYS]
     saved = {name: kind for name, (kind, _) in arrays.items()}
     if stored is None:  # Orbax has logged the error
       raise _Damaged("its metadata cannot be read")

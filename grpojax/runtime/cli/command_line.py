@@ -106,7 +106,9 @@ def expand_home(value: Any) -> Any:
 
 def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
   """Splits the words into the last --config=FILE and all other words."""
-  path, kept_words, words = None, [], list(argv)
+  path = None
+  kept_words = []
+  words = list(argv)
   while words:
     word = words.pop(0)
     match = re.fullmatch("--?config(=(.*))?", word, re.DOTALL)

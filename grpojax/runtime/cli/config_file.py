@@ -62,7 +62,8 @@ def _find(path: str) -> str:
   if os.path.isfile(path):
     return path
   folder, name = os.path.split(os.path.normpath(path))
-  name, ours = name.removesuffix(".py"), packaged()
+  name = name.removesuffix(".py")
+  ours = packaged()
   if folder in ("", "configs") and name in ours:
     return ours[name]
   near = {known: known for known in ours}

@@ -158,7 +158,9 @@ def page(programs: Mapping[str, ModuleType]) -> str:
   `programs` maps commands to modules with FLAGS and SETTINGS (None without a
   config). Programs with the same settings share their tables.
   """
-  lines, shared, known = [_HEAD], {}, {}
+  lines = [_HEAD]
+  shared = {}
+  known = {}
   for name, module in programs.items():
     shared.setdefault(id(module.SETTINGS), []).append(name)
   groups = sorted(shared.values(), key=lambda names: "train" not in names)

@@ -61,7 +61,8 @@ def section_of(options: Any) -> Section:
   text = text if text[1].isupper() else text[0].lower() + text[1:]
   fields: dict[str, Option | Section] = {}
   for field in dataclasses.fields(options):
-    value, meta = getattr(options, field.name), field.metadata
+    value = getattr(options, field.name)
+    meta = field.metadata
     if "option" in meta:
       fields[field.name] = dataclasses.replace(meta["option"], default=value)
     elif "free" in meta:
@@ -79,9 +80,11 @@ def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
   The ValueError has a line "SETTING = VALUE: ..." per wrong value; `prefix`
   precedes the setting's name.
   """
-  values, errors = {}, []
+  values = {}
+  errors = []
   for field in dataclasses.fields(options):
-    name, value = field.name, getattr(options, field.name)
+    name = field.name
+    value = getattr(options, field.name)
     try:
       if "inline" in field.metadata:
         values[name] = build(value, config, prefix)
@@ -221,7 +224,8 @@ def described(declared: Option) -> str:
 
 def key_errors(declared: Section, config: ConfigDict) -> list[str]:
   """Returns a line per unknown, missing or mistyped key."""
-  below, free = sections(declared), free_sections(declared)
+  below = sections(declared)
+  free = free_sections(declared)
   known = {k: x for k, x in flat_settings(declared) if not is_free(k, free)}
   errors = []
   for name, value in flatten(config).items():

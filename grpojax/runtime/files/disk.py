@@ -82,7 +82,8 @@ def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
   with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
     folder = pathlib.Path(probe, "folder")
     folder.mkdir()
-    file, other = folder / "file", folder / "other"
+    file = folder / "file"
+    other = folder / "other"
     file.write_bytes(b"0")
     other.write_bytes(b"0")
     try:
@@ -129,7 +130,8 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
 def check_file(path: str | os.PathLike, flag: str) -> None:
   """Raises ValueError if `path` is not a regular file that can be written."""
   check_no_url(path, flag)
-  path, problem = pathlib.Path(os.path.realpath(path)), None
+  path = pathlib.Path(os.path.realpath(path))
+  problem = None
   if path.parent.is_file():
     problem = f"{path.parent} is a file, not a directory"
   elif not path.parent.is_dir():

@@ -53,7 +53,10 @@ RULES = {  # by tokenizer.ggml.pre; equal to the models' tokenizer.json
 _KNOWN = {"model", "pre", "tokens", "token_type", "merges", "add_bos_token"}
 _KNOWN |= {"add_eos_token", "add_space_prefix", "scores", "token_type_count"}
 # Types of tokens. Unused tokens only pad the embedding.
-_NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5
+_NORMAL = 1
+_CONTROL = 3
+_ADDED = 4
+_UNUSED = 5
 
 
 def is_named(path: str | os.PathLike) -> bool:
@@ -133,7 +136,8 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
   """Returns the texts of tokenizer.json and tokenizer_config.json by name."""
   values = file.below("tokenizer.ggml.")
   values["chat_template"] = file.metadata.get("tokenizer.chat_template")
-  wrong, end = f"{file.path}: its tokenizer", gguf_file.OTHERWISE
+  wrong = f"{file.path}: its tokenizer"
+  end = gguf_file.OTHERWISE
   for problem in _problems(values, file.tensors[gguf_file.EMBEDDING].shape[0]):
     raise ValueError(f"{wrong} {problem}. {end}")
   ids = {key: i for key, i in values.items() if key.endswith(_ID)}
@@ -175,7 +179,8 @@ def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
   for key in ("tokens", "merges"):
     if not isinstance(values.get(key), list):
       yield f"has no texts as its {key}"
-  tokens, kinds = values["tokens"], values.get("token_type")
+  tokens = values["tokens"]
+  kinds = values.get("token_type")
   if not len(set(tokens)) == len(tokens) <= embeddings:
     yield f"has a token twice, or more than {embeddings}, the embeddings"
   if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
@@ -194,7 +199,8 @@ def _backend(values: dict[str, Any], bos: str | None) -> Any:
   from tokenizers import decoders, models, normalizers, processors
   from tokenizers import pre_tokenizers as splits
 
-  rule, tokens = RULES[values["pre"]], values["tokens"]
+  rule = RULES[values["pre"]]
+  tokens = values["tokens"]
   kinds = values["token_type"].tolist()
   vocabulary = {x: i for i, x in enumerate(tokens) if kinds[i] != _UNUSED}
   merges = [tuple(merge.split(" ")) for merge in values["merges"]]

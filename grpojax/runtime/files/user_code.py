@@ -46,7 +46,8 @@ def load(path: str) -> ModuleType:
 
 def _home(file: pathlib.Path) -> tuple[pathlib.Path, str]:
   """Returns the root directory for importing a file, and its module name."""
-  root, name = file.parent, file.stem
+  root = file.parent
+  name = file.stem
   while (root / "__init__.py").is_file():
     root, name = root.parent, f"{root.name}.{name}"
   return root, name
@@ -58,7 +59,8 @@ def sources(place: str) -> dict[str, str]:
   `place` is a file or an imported module. Includes indirect imports, and
   imports inside functions, but no installed modules. Does not run the files.
   """
-  shown, path = pathlib.PurePath(place), place
+  shown = pathlib.PurePath(place)
+  path = place
   if not place.endswith(".py"):
     shown = pathlib.PurePath(*place.split("."))
     path = getattr(sys.modules.get(place), "__file__", None) or ""

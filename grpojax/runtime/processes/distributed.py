@@ -322,7 +322,8 @@ def gather(value: Any) -> list[Any]:
   """Returns the JSON values (or NaN) of all processes; all must call it."""
   if not several():
     return [value]
-  me, n = jax.process_index(), next(_numbers)
+  me = jax.process_index()
+  n = next(_numbers)
   text = json.dumps(value).encode()
   if n == 0:  # connect the devices now: a minute later it would fail
     multihost_utils.process_allgather(np.int32(0))
@@ -355,7 +356,8 @@ def agreed() -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    raised, text = error, f"{type(error).__name__}: {error}"
+    raised = error
+    text = f"{type(error).__name__}: {error}"
     if isinstance(error, (ValueError, disk.WriteFailed)):
       text = str(error)
   texts = gather(text)

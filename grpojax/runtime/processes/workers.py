@@ -75,7 +75,8 @@ def _serve(prepare: Callable[[Any], Answer]) -> None:
     # Linux kills this process when the thread that started it ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-  requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+  requests = os.fdopen(os.dup(0), "rb")
+  replies = os.dup(1)
   # Functions that read or print must not disturb the messages.
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
@@ -187,7 +188,8 @@ class Process:
 
   def kill(self) -> None:
     """Kills the process, if any, and all its children."""
-    process, self._process = self._process, None
+    process = self._process
+    self._process = None
     if process is None:
       return
     with contextlib.suppress(ProcessLookupError):
@@ -406,7 +408,8 @@ class WorkerPool(contextlib.AbstractContextManager):
 
   def _do(self, sent: Submission, index: int, answers: Iterator[Any]) -> Done:
     """Collects the answers to a job, unless it is given up."""
-    outcomes, error = [], None
+    outcomes = []
+    error = None
     try:
       if self._closed or sent.abandoned:
         raise Lost("stopped")

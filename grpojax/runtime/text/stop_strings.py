@@ -82,7 +82,8 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   classes = np.zeros(count, np.int32)
   for number, tokens in enumerate(groups.values()):
     classes[tokens] = number
-  reached, new = set(), {0}
+  reached = set()
+  new = {0}
   while new:
     reached |= new
     new = {*np.unique(columns[[*new]]).tolist()} - reached

@@ -22,7 +22,9 @@ from grpojax.runtime.text.chat_template import asks_for_date as asks_for_date
 from grpojax.runtime.text.chat_template import today as today
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 
-PAD, EOS, UNK = "<|pad|>", "<|endoftext|>", "<|unk|>"
+PAD = "<|pad|>"
+EOS = "<|endoftext|>"
+UNK = "<|unk|>"
 SMALLEST_BPE = 256 + 2  # tokens: all bytes, PAD and EOS
 
 # Alternating lines "Q: ..." and "A: ..."; a system message is a line alone.
@@ -181,7 +183,8 @@ def encode_prompt(
   text = format_prompt(tokenizer, prompt, template, system_prompt, options)
   marked = text
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
-  inner, system = each_text(write, prompt), write(system_prompt)
+  inner = each_text(write, prompt)
+  system = write(system_prompt)
   if [inner, system] != [prompt, system_prompt]:
     marked = format_prompt(tokenizer, inner, template, system, options)
     if special_tokens_lib.unmark(tokenizer, marked) != text:
@@ -199,7 +202,8 @@ def _encode_plain(tokenizer: Any, marked: str) -> list[int]:
   """Returns the ids of a prompt, with the tokenizer's BOS but not its EOS."""
   ids = special_tokens_lib.encode(tokenizer, marked, True)
   bare = special_tokens_lib.encode(tokenizer, marked)
-  bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+  bos = tokenizer.bos_token_id
+  eos = tokenizer.eos_token_id
   if ids[:2] == [bos, bos] and bare[:2] != ids[:2]:
     raise ValueError(
       f"a prompt begins with {tokenizer.bos_token!r} twice: remove it from "
@@ -227,7 +231,8 @@ def encode_conversation(
   `special_tokens` is as in `encode_prompt`; the default date is today.
   """
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
-  marked, is_text = each_text(write, sample), isinstance(sample, str)
+  marked = each_text(write, sample)
+  is_text = isinstance(sample, str)
   if not is_text:
     marked = whole_chat(tokenizer, marked, date)
   return special_tokens_lib.encode(tokenizer, marked, is_text)
@@ -251,7 +256,10 @@ def decode_completion(
 
   Other special tokens stay, so no reward reads "1<|pad|>94" as "194".
   """
-  tokens, stop, state, before = [], ends.stop, 0, 0
+  tokens = []
+  stop = ends.stop
+  state = 0
+  before = 0
   for token in np.asarray(ids)[np.asarray(mask)].tolist():
     if token in ends.ids:
       break

@@ -85,7 +85,8 @@ class TurnEncoder:
     observation = self._cut(each_text(plain, observation))
     write = special_tokens_lib.SPECIAL_TOKENS[self.special_tokens]
     marked = each_text(functools.partial(write, self.tokenizer), observation)
-    text, tail = self._pieces(observation)[-1], self._pieces(marked)[-1]
+    text = self._pieces(observation)[-1]
+    tail = self._pieces(marked)[-1]
     if special_tokens_lib.unmark(self.tokenizer, tail) != text:
       raise ValueError(
         "the chat template writes another text if an observation has a "
@@ -101,7 +102,8 @@ class TurnEncoder:
 
     Ignores the contents, so a run can check its kinds of messages at the start.
     """
-    is_text, chat = isinstance(observation, str), self.tokenizer.chat_template
+    is_text = isinstance(observation, str)
+    chat = self.tokenizer.chat_template
     messages = [{"role": "", "content": ""}] if is_text else observation
     fields = [m.get(key) for m in messages for key in ("role", "content")]
     texts = [isinstance(field, str) for field in fields]
@@ -115,7 +117,8 @@ class TurnEncoder:
       return
     words = [f"kqj{i}x" for i in range(len(messages))]
     probe = _with_contents(observation, words)
-    tail, trouble = self._pieces(probe)[-1], ""
+    tail = self._pieces(probe)[-1]
+    trouble = ""
     # Results of tools may need a call before them, so they get only one turn.
     for user, answers in zip(_USERS, (_ANSWERS[1:], _ANSWERS), strict=True):
       answers = answers if is_text else answers[:1]
@@ -165,7 +168,8 @@ class TurnEncoder:
 
   def _cut(self, observation):
     """Cuts contents to `max_observation` tokens, with `MARK` at the end."""
-    is_text, most = isinstance(observation, str), self.max_observation
+    is_text = isinstance(observation, str)
+    most = self.max_observation
     texts = [observation] if is_text else [m["content"] for m in observation]
 
     def first(size):  # characters

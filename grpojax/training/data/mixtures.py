@@ -54,7 +54,8 @@ def sources(settings: TrainSettings) -> dict[str, Source]:
 
 def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
   """Returns the data sets of each reward function that does not score all."""
-  parts, scored = sources(settings), {}
+  parts = sources(settings)
+  scored = {}
   for name in map(label, settings.reward.functions):
     names = [k for k, x in parts.items() if not x.rewards or name in x.rewards]
     if len(names) < len(parts):
@@ -71,7 +72,9 @@ def judges(settings: TrainSettings) -> dict[str, str]:
 
 def errors(settings: TrainSettings) -> list[str]:
   """Returns a line per error of a mixture: setting, value, remedy."""
-  parts, lines, data = settings.data.mixture, [], settings.data
+  parts = settings.data.mixture
+  lines = []
+  data = settings.data
   if not parts:
     return []
   unused = {f"options.{name}": value for name, value in data.options.items()}
@@ -112,7 +115,8 @@ def _part(part: str, options: Any, labels: Sequence[str]) -> list[str]:
     errors.append(config_error(f"{field}.{key}", options[key], remedy))
 
   values = Source(part)._asdict() | dict(options)
-  weight, rewards = values["weight"], values["rewards"]
+  weight = values["weight"]
+  rewards = values["rewards"]
   number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
   names = [rewards] if isinstance(rewards, str) else rewards
   known = isinstance(names, Sequence) and all(isinstance(x, str) for x in names)

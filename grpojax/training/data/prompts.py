@@ -134,7 +134,8 @@ def prompts_of(
   settings: TrainSettings, policy: Policy, examples, indices: Sequence[int]
 ) -> tuple[Prompts, list[dict[str, Any]]]:
   """Returns a batch of the examples at `indices`."""
-  encode, limit = encoder(settings, policy), settings.data.max_prompt_length
+  encode = encoder(settings, policy)
+  limit = settings.data.max_prompt_length
   row = lambda i: pipeline.row(examples[int(i)], encode, limit, policy.pad_id)
   return pipeline.collate([*map(row, indices)])
 

@@ -73,7 +73,8 @@ def load_examples(settings: TrainSettings, split: str) -> Any:
   "train" depends on the run's seed; "test" has the first `eval.num_prompts`
   examples, in a mixture (data.mixture) of each data set.
   """
-  data, parts = settings.data, []
+  data = settings.data
+  parts = []
   selection = {"size": settings.eval.num_prompts}
   if split == "train":
     selection = {"seed": settings.seed}
@@ -172,7 +173,8 @@ def _fit(
       f"--config.data.max_prompt_length = {limit} tokens: {remedy}"
     )
   short = pipeline.Subset(examples, np.flatnonzero(~too_long))
-  texts, dropped = texts[~too_long], int(too_long.sum())
+  texts = texts[~too_long]
+  dropped = int(too_long.sum())
   return whole._replace(examples=short, dropped=dropped, prompts=texts)
 
 
@@ -180,7 +182,8 @@ def fingerprint(
   examples: Any, check_signals: Callable[[], None]
 ) -> tuple[str, Int[np.ndarray, "n"]]:
   """Returns the SHA-256 of the examples (or the first) and `Split.prompts`."""
-  endless, digest = len(examples) >= ENDLESS, hashlib.sha256()
+  endless = len(examples) >= ENDLESS
+  digest = hashlib.sha256()
   count = FINGERPRINTED if endless else len(examples)
   texts = np.empty(count, np.int64)
   for i in _watched(count, "read", check_signals):

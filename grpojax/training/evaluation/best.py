@@ -25,9 +25,11 @@ def after(record: Record, baseline: Row | None, row: Row) -> Record:
   """
   if row["step"] <= record.get("last", 0):
     return record
-  best, without = record.get("best"), record.get("without_gain", 0)
+  best = record.get("best")
+  without = record.get("without_gain", 0)
   if best and best["prompts"] != row["prompts"]:
-    best, without = None, 0
+    best = None
+    without = 0
   before = [x["accuracy"] for x in (best, baseline) if x]
   gain = row["accuracy"] > max(before, default=-1.0)
   if best is None or row["accuracy"] > best["accuracy"]:

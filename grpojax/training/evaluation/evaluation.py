@@ -144,7 +144,11 @@ def evaluate(
   each batch in all processes (`together`) and while waiting; `on_progress` gets
   the number of finished prompts, from 0.
   """
-  rewards, texts, evaluated, lengths, failures = [], [], [], [], []
+  rewards = []
+  texts = []
+  evaluated = []
+  lengths = []
+  failures = []
   pool = reward_pool.pool
   key = seed_key(settings.seed)
   on_progress(0)
@@ -170,7 +174,8 @@ def evaluate(
     lengths.append(np.sum(mask, axis=-1))
     failures += groups.all_failures(scores)
     on_progress(len(evaluated))
-  rewards, lengths = np.concatenate(rewards), np.concatenate(lengths)
+  rewards = np.concatenate(rewards)
+  lengths = np.concatenate(lengths)
   return Evaluation(rewards, texts, evaluated, lengths, failures)
 
 

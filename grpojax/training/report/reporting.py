@@ -74,7 +74,8 @@ class Eta(NamedTuple):
 
 def step_line(settings: TrainSettings, row: Mapping[str, Any], eta: Eta) -> str:
   """Returns a progress line: a step's metrics and the remaining time."""
-  step, steps = row["step"], settings.steps
+  step = row["step"]
+  steps = settings.steps
   words = [f"step {step:>{len(str(steps))}}/{steps}"]
   # A row has the means of single reward functions if there are several.
   rewards = [n for n in row if re.fullmatch("rewards/.*/mean", n)]
@@ -130,7 +131,8 @@ def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
   opened: dict[str, trackers.Tracker] = {}
 
   def open_here() -> None:
-    ids, config = _ids(run), config_lib.flatten(to_config(run.settings))
+    ids = _ids(run)
+    config = config_lib.flatten(to_config(run.settings))
     tracked_run = trackers.TrackedRun(
       run.directory, run.settings.name, config, step
     )
@@ -271,7 +273,8 @@ def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
 
 def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
   """Records a step's metrics; prints progress and samples when due."""
-  settings, step = run.settings, row["step"]
+  settings = run.settings
+  step = row["step"]
   if not settings.loss.needs_reference:
     row.pop("kl")
   counts = row.pop("reward_counts", None)
@@ -300,7 +303,8 @@ def finish(
   """
   run.check_directory()
   check_signals(together=True)
-  steps, params = int(state.step), state.params
+  steps = int(state.step)
+  params = state.params
   known = distributed.on_main(lambda: evaluations(run, steps))
   if steps and not known:  # metrics.jsonl was lost
     evaluate_held_out(run, params, steps, check_signals)
@@ -314,7 +318,8 @@ def finish(
     if distributed.is_main():  # it may have been killed after this
       run_directory.remove_model(run.directory)
     whole = policy_lib.whole_params(run.policy, params)
-    source, keys = run.policy.directory, run.policy.ignore_keys
+    source = run.policy.directory
+    keys = run.policy.ignore_keys
     hf.save(model, whole, source, dtype="float32", ignore_keys=keys)
   return distributed.on_main(lambda: _summarize(run, progress, steps, step))
 

@@ -65,7 +65,8 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
   decode = functools.cache(lambda *tokens: _decoded(tokenizer, tokens))
 
   def after(before: int, token: int) -> str:
-    start, both = decode(before), decode(before, token)
+    start = decode(before)
+    both = decode(before, token)
     return both[len(start) :] if both.startswith(start) else decode(token)
 
   first = [decode(token) for token in ids[:1]]
@@ -104,14 +105,17 @@ def of_batch(
 
 def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
   """Returns the row of completion `g` of group `b`."""
-  drawn, place = filled.drawn, filled.drawn_groups[b]
+  drawn = filled.drawn
+  place = filled.drawn_groups[b]
   example = filled.examples[place]
   sample = {name: values[b, g] for name, values in arrays.items()}
-  ids, mask = sample["ids"], sample["mask"]
+  ids = sample["ids"]
+  mask = sample["mask"]
   if not sample.get("packed", True):
     unknown = np.full(mask.shape, np.nan)
     sample |= dict.fromkeys(TRAINING_LOGPROBS & sample.keys(), unknown)
-  last_turn, turns = mask, {}
+  last_turn = mask
+  turns = {}
   if "turns" in sample:
     last_turn = mask & (sample["turns"] == sample["turns"].max())
     turns = {"turns": turns_of(policy.tokenizer, sample)}
@@ -146,7 +150,8 @@ def turns_of(tokenizer: Any, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
   "advantage" of each token if advantages differ between turns.
   """
   mask = sample["mask"]
-  ids, turns = sample["ids"][mask], sample["turns"][mask]
+  ids = sample["ids"][mask]
+  turns = sample["turns"][mask]
   blocks = []
   for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turns)) + 1):
     turn = turns[part[0]]

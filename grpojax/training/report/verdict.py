@@ -44,7 +44,8 @@ def facts(
 
   Uses the last row of each step, without values that are not finite numbers.
   """
-  steps, tests = {}, {}
+  steps = {}
+  tests = {}
   for full_row in rows:
     row = {name: x for name, x in full_row.items() if is_number(x)}
     if row.keys() >= set(best.COLUMNS):

@@ -58,7 +58,8 @@ class _PromptStream:
 
   def open(self, state: TrainState, group_size: int) -> None:
     """Moves to the state's position in the stream; reopens for a new size."""
-    settings, policy = self._run.settings, self._run.policy
+    settings = self._run.settings
+    policy = self._run.policy
     args = settings, policy, self._run.train.examples, group_size
     if state.difficulty is not None:  # lazily, so that `take` reports errors
       self._batches = map(functools.partial(difficulty.draw, *args), [state])
@@ -75,7 +76,8 @@ class _PromptStream:
       prompts, examples = prompts_lib.take(self._batches, count, run.mesh)
     except (ValueError, OSError) as error:
       raise Stopped(str(error)) from error
-    pool, steps = run.reward_pool.pool, run.settings.steps
+    pool = run.reward_pool.pool
+    steps = run.settings.steps
     return prompts, rewards.with_step(pool, examples, step - 1, steps)
 
 
@@ -88,7 +90,9 @@ def remaining_steps(
   around: profiling.Around = lambda step: contextlib.nullcontext(),
 ) -> Iterator[tuple[TrainState, Progress]]:
   """Runs, logs and yields each remaining step, in context `around(step)`."""
-  settings, eta, stream = run.settings, reporting.Eta(), _PromptStream(run)
+  settings = run.settings
+  eta = reporting.Eta()
+  stream = _PromptStream(run)
 
   @functools.cache
   def make_step(group_size: int):
@@ -99,14 +103,18 @@ def remaining_steps(
 
   update_group_size = make_update_group_size(settings, run.shardings)
   update_reference = reference.make_update_reference(settings, run.shardings)
-  first, every = int(state.step) + 1, settings.diagnostics.every
-  pending, upcoming, parts = state.pending, None, draw_parts(settings)
+  first = int(state.step) + 1
+  every = settings.diagnostics.every
+  pending = state.pending
+  upcoming = None
+  parts = draw_parts(settings)
   state = state.replace(pending=None)
   compiled = compilation.seconds()
   began = time.perf_counter() - progress.train_seconds
   for number in range(first, settings.steps + 1):
     check_signals(together=True)
-    start, programs = time.perf_counter(), len(compiled)
+    start = time.perf_counter()
+    programs = len(compiled)
     group_size = settings.group_size
     if state.group_size is not None:
       group_size = int(state.group_size.group_size)
@@ -117,7 +125,8 @@ def remaining_steps(
     diagnosed = every > 0 and (number - 1) % every == 0
     if settings.sampling.ahead and not ahead:
       diagnosed = False  # the last step has no next samples to diagnose
-    step, take = make_step(group_size), functools.partial(stream.take, number)
+    step = make_step(group_size)
+    take = functools.partial(stream.take, number)
     with around(number):
       state, metrics, samples, failures, pending = step(
         state, prompts, examples, diagnosed, take, pending, upcoming
@@ -163,7 +172,8 @@ def fit(
       is saved.
     disk.WriteFailed, OSError: A checkpoint or record could not be written.
   """
-  settings, record = run.settings, progress.evaluations
+  settings = run.settings
+  record = progress.evaluations
   if settings.checkpoint.best:
     record = best.without_lost(record, checkpoint.steps(checkpointer))
 

@@ -92,12 +92,14 @@ def pin(settings: TrainSettings) -> TrainSettings:
 
   ValueError if the Hub does not answer or model.revision has a local path.
   """
-  before, commits = _commits(settings.commits), {}
+  before = _commits(settings.commits)
+  commits = {}
   for key, (kind, name) in _repositories(settings).items():
     is_path = kind == "model" and hf.exists(name.id)
     if key not in before and not is_path:
       commits[key] = hub.commit(name, kind)
-  path, revision = settings.model.path, settings.model.revision
+  path = settings.model.path
+  revision = settings.model.revision
   if revision and hf.exists(path):
     remedy = f"is for models on the Hub, but {path} is a directory: use ''"
     raise ValueError(config_error("model.revision", revision, remedy))
@@ -106,7 +108,8 @@ def pin(settings: TrainSettings) -> TrainSettings:
 
 def conflicts(settings: TrainSettings) -> Iterator[tuple[str, str]]:
   """Yields invalid settings of the Hub with their remedies."""
-  path, revision = settings.model.path, settings.model.revision
+  path = settings.model.path
+  revision = settings.model.revision
   remedy = ""
   if revision and "@" in path:
     remedy = f"model.path = {path!r} has a revision too: remove one of them"

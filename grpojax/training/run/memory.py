@@ -77,8 +77,10 @@ def training(
   def shared(*parts):
     return [part._replace(bytes=part.bytes // mesh.size) for part in parts]
 
-  trained, others = _parameters(model, jnp.float32), 0
-  rank, frozen = settings.lora.rank, jnp.dtype(settings.model.dtype)
+  trained = _parameters(model, jnp.float32)
+  others = 0
+  rank = settings.lora.rank
+  frozen = jnp.dtype(settings.model.dtype)
   if rank:
     others = size(_parameters(model, frozen))
     trained = lora.abstract(trained, rank, settings.lora.targets)
@@ -93,7 +95,8 @@ def training(
   names = ("mesh.fsdp", "lora.rank")
   optim = (*names, "optim.name", "optim.moments_dtype")
   held = Part("parameters and optimizer", state + others, optim)
-  samples, group_size = samples_per_step(settings), group_sizes(settings)[0]
+  samples = samples_per_step(settings)
+  group_size = group_sizes(settings)[0]
   step = ("batch_size", "group_size")
   # With an environment all parts are sampled at the same time.
   at_once = 1 if settings.environment.on else settings.sampling.parts
@@ -102,7 +105,8 @@ def training(
   cache = _cache(settings, model, prompts, group_size, step, in_8_bits)
   tests = settings.eval.batch_size
   test = _cache(settings, model, tests, 1, ("eval.batch_size",))
-  update, length = settings.optim.update, settings.sampling.max_new_tokens
+  update = settings.optim.update
+  length = settings.sampling.max_new_tokens
   tokens = samples // (update.minibatches * update.micro_batches) * length
   # The input of each layer; other activations can be recomputed.
   states = model.layers * tokens * model.width * frozen.itemsize
@@ -126,7 +130,8 @@ def evaluation(
   """Counts the parts of a separate evaluation on one device."""
   params = _parameters(model, jnp.dtype(settings.model.dtype))
   held = Part("parameters", sharding.shard_bytes(params), ("--model",))
-  names, prompts = ("eval.batch_size", "--samples"), settings.eval.batch_size
+  names = ("eval.batch_size", "--samples")
+  prompts = settings.eval.batch_size
   cache = _cache(settings, model, prompts, samples, names)
   return {"an evaluation": [held, cache]}
 

@@ -114,7 +114,8 @@ def _files(settings: TrainSettings) -> dict[str, str]:
 
 def _user_files(settings: TrainSettings) -> dict[str, str]:
   """Returns the texts of the user's functions and their imports, by path."""
-  texts, environment = {}, settings.environment
+  texts = {}
+  environment = settings.environment
   names = *settings.reward.functions, *environment.tools, environment.path
   for name in names:
     if file := functions.split(name)[0]:
@@ -259,7 +260,9 @@ def resume(
   step = checkpoint.latest_step(checkpointer)
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
   progress = from_notes(notes)
-  data, frozen, files = _fingerprints(run), _frozen(run), _file_hashes(run)
+  data = _fingerprints(run)
+  frozen = _frozen(run)
+  files = _file_hashes(run)
   changed = _changed_data(progress.data, data)
   changed += _changed_files(progress.files, files)
   if changed and not run.settings.allow_changed_inputs:
@@ -337,7 +340,8 @@ def _jax_facts(before: dict[str, str]) -> dict[str, str]:
 
 def _file_hashes(run: Run) -> dict[str, str]:
   """Returns hashes of the files of prompts, rewards and teacher, by path."""
-  settings, policy = run.settings, run.policy
+  settings = run.settings
+  policy = run.policy
   files = {x: y.encode() for x, y in _user_files(settings).items()}
   for name in hf.COMPANIONS:
     if (policy.directory / name).is_file():

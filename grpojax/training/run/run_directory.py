@@ -160,7 +160,8 @@ def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
   run = saved(path)
   if run is None or run.config.steps != settings.steps:
     return False
-  before, new = run.config.stop.no_improvement, settings.stop.no_improvement
+  before = run.config.stop.no_improvement
+  new = settings.stop.no_improvement
   return done >= settings.steps or before == new
 
 

@@ -187,7 +187,8 @@ def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
   ValueError with its holder if it exists. A user has to remove the lock of a
   killed process.
   """
-  path, mine = f"{root}/{LOCK}", json.dumps(run_lock.me()).encode()
+  path = f"{root}/{LOCK}"
+  mine = json.dumps(run_lock.me()).encode()
 
   def unlock() -> None:
     with contextlib.suppress(Exception):  # the next run reports the lock
@@ -218,7 +219,8 @@ def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
 
 def _make_sync(fs: Any, root: str, local: pathlib.Path, url: str) -> Sync:
   """Returns the function of `opened` that uploads changes."""
-  uploaded, last = _list_local(local), time.monotonic()
+  uploaded = _list_local(local)
+  last = time.monotonic()
 
   def sync(lazily: bool = False) -> None:
     nonlocal uploaded, last

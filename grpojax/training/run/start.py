@@ -78,7 +78,9 @@ def check(
   `today` is the date for chat templates.
   """
   run = read_inputs(settings, directory, check_signals, today)
-  settings, policy, mesh = run.settings, run.policy, run.mesh
+  settings = run.settings
+  policy = run.policy
+  mesh = run.mesh
   if settings.reward.on_device:  # `training_batches` checks the prompts
     group_size = batches_lib.group_sizes(settings)[0]
     batches = prompts.training_batches(
@@ -187,7 +189,9 @@ def start(
   Returns the run without its parameters, which move to the state; the state;
   and the optimizer. ValueError for a damaged or foreign reference.
   """
-  settings, policy, mesh = run.settings, run.policy, run.mesh
+  settings = run.settings
+  policy = run.policy
+  mesh = run.mesh
   tx = optimizer(settings)
 
   def fresh(params):

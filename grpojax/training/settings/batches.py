@@ -48,7 +48,8 @@ def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
   update = s.optim.update
   evaluating = sampling_mesh(mesh, s.mesh.sampling_tensor)
   check_rows(evaluating, eval_batch=s.eval.batch_size)
-  sampling, rollout = own_sampling_mesh(s, mesh), "rollout"
+  sampling = own_sampling_mesh(s, mesh)
+  rollout = "rollout"
   if s.mesh.sampling_devices:
     rollout = f"mesh.sampling_devices = {s.mesh.sampling_devices}: rollout"
   for size in group_sizes(s):

@@ -137,7 +137,8 @@ def _texts(s: TrainSettings) -> Rows:
     yield "lora.targets", f"is not a regular expression: {error}"
   if not tokenizer.is_template(s.data.template):
     yield "data.template", tokenizer.TEMPLATE
-  stop, prompt = s.sampling.stop, s.model.reference_prompt
+  stop = s.sampling.stop
+  prompt = s.model.reference_prompt
   if not all(isinstance(x, str) and x for x in stop):
     yield "sampling.stop", "must be non-empty strings"
   if prompt and "prompt" not in (tokenizer.fields(prompt) or ()):
@@ -198,7 +199,8 @@ def _loss(s: TrainSettings) -> Rows:
 
 
 def _rewards(s: TrainSettings) -> Rows:
-  reward, names = s.reward, s.reward.functions
+  reward = s.reward
+  names = s.reward.functions
   texts = all(isinstance(name, str) for name in names)
   if not (names and texts and all(names)):
     remedy = "name at least one function; the first decides on right answers"
@@ -305,7 +307,8 @@ def _auto_sizes(s: TrainSettings) -> Rows:
     if not power or not auto.smallest <= size <= auto.largest:
       remedy = "4 <= smallest <= start <= largest must be powers of two"
       yield f"auto_group_size.{name}", remedy
-  samples, updates = batches.samples_per_step(s), s.optim.update.minibatches
+  samples = batches.samples_per_step(s)
+  updates = s.optim.update.minibatches
   prompts, left = divmod(samples, auto.largest)
   if left or prompts % updates or prompts < 3:
     remedy = f"leaves {samples} / {auto.largest} prompts per step, which must "
@@ -339,7 +342,8 @@ def _division(s: TrainSettings) -> Rows:
 
 def _advantage(s: TrainSettings) -> Rows:
   """Yields an advantage's error about the shape of a batch, by tracing it."""
-  name, k = s.loss.advantage, s.loss.subset_size
+  name = s.loss.advantage
+  k = s.loss.subset_size
   advantage = bind(advantages.ADVANTAGES[name], k=k)
   takes_k = advantage is not advantages.ADVANTAGES[name]
 

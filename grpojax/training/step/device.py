@@ -77,7 +77,8 @@ def make_device_step(
     state: TrainState, prompts: Prompts, _=None, diagnosed: bool = False, *__
   ) -> StepResult:
     program = with_diagnosis if diagnosed else plain
-    following, state = state.reference, state.replace(reference=None)
+    following = state.reference
+    state = state.replace(reference=None)
     ref = reference.to_device(ref_params if following is None else following)
     state, metrics = program(state, prompts, ref)
     state = state.replace(reference=following)

@@ -43,7 +43,8 @@ def _chosen_prompts(
   Each prompt carries one tangent per direction, so micro-batches have fewer
   rows than in training by that factor. Rows beyond the prompts are padding.
   """
-  update, diagnostics_ = settings.optim.update, settings.diagnostics
+  update = settings.optim.update
+  diagnostics_ = settings.diagnostics
   parts = math.gcd(prompts, update.minibatches * update.micro_batches)
   trained_rows = prompts // parts
   each = shards if trained_rows % shards == 0 else 1
@@ -118,7 +119,8 @@ def make_update_group_size(settings: TrainSettings, shardings: TrainState):
     if old is None:
       return state
     new = observe(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
-    before, after = int(old.group_size), int(new.group_size)
+    before = int(old.group_size)
+    after = int(new.group_size)
     if before != after:
       print(f"group size {before} -> {after}", flush=True)
     return state.replace(group_size=new)

@@ -93,7 +93,8 @@ def make_programs(
 
 def encoder(settings: TrainSettings, policy: policy_lib.Policy) -> TurnEncoder:
   """Returns the encoder of observations; ValueError for a bad template."""
-  environment, data = settings.environment, settings.data
+  environment = settings.environment
+  data = settings.data
   half = max(1, settings.sampling.max_new_tokens // 2)
   return TurnEncoder(
     policy.tokenizer,
@@ -118,7 +119,8 @@ def check(
   support turns, or the reset's observation does not fit the prompt.
   """
   encode = encoder(settings, policy)
-  environment, actions = settings.environment, []
+  environment = settings.environment
+  actions = []
   if pool.tools:
     encode.check([{"role": "tool", "name": "tool", "content": "1"}])
   if environment.check == "tools":
@@ -366,7 +368,8 @@ class _Episodes:
     steps = self._collect(calls + self.unended)
     answers = {_place(x): Answer() for x in cut if x.prompt in self.prompts}
     for turn, step in zip(alive, steps, strict=False):
-      row, answer = self._transcript(*_place(turn)), self.failed
+      row = self._transcript(*_place(turn))
+      answer = self.failed
       if isinstance(step, str):
         row["episode_error"] = f"turn {turn.turn}: {step}"
       elif step.reward is None:
@@ -420,7 +423,8 @@ class _Episodes:
   def _call(self, name: str, turn: Turn, *action: str) -> Call:
     """Returns a call of the pool on the trajectory's current state."""
     place = _place(turn)
-    example, seed = self.examples[turn.prompt], int(self.seeds[place])
+    example = self.examples[turn.prompt]
+    seed = int(self.seeds[place])
     return name, self.states[place], *action, example, seed
 
   def _collect(self, calls: list[tuple]) -> list[Any]:

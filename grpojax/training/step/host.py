@@ -211,9 +211,11 @@ class HostStep:
     check_signals: Callable[..., None],
     budgets: Callable[[Prompts], Array] | None = None,
   ):
-    self.settings, self.policy = settings, policy
+    self.settings = settings
+    self.policy = policy
     self.mesh = mesh = mesh_lib.mesh_of(shardings)
-    self.reward_pool, self.check_signals = reward_pool, check_signals
+    self.reward_pool = reward_pool
+    self.check_signals = check_signals
     self.ref_params = ref_params
     self.copy_params = reference.make_copy(shardings.params)
     self.programs = make_programs(
@@ -282,9 +284,12 @@ class HostStep:
     the metrics of `make_diagnose` for the samples of this step, or of
     `upcoming`, before groups are replaced by prompts from `take`.
     """
-    timer, settings, updating = Timer(), self.settings, threading.Event()
+    timer = Timer()
+    settings = self.settings
+    updating = threading.Event()
     # The update does not take a reference in the state as an argument.
-    following, state = state.reference, state.replace(reference=None)
+    following = state.reference
+    state = state.replace(reference=None)
     reference_params = self.ref_params if following is None else following
     key = jax.random.fold_in(state.key, state.step)
 
@@ -336,7 +341,8 @@ class HostStep:
     state, update_metrics = self.programs.update(
       state, update_batch, exact_reference
     )
-    pending, rows = finish() if finish else None, []
+    pending = finish() if finish else None
+    rows = []
     due = number % settings.log.samples_every == 0
     if due and settings.log.sample_groups > 0:
       rows = sample_rows.of_batch(settings, self.policy, batch, update_batch)
@@ -354,7 +360,8 @@ class HostStep:
     self, state: TrainState, upcoming, timer: Timer, check: Callable[[], Any]
   ) -> tuple[PyTree, Callable[[], Pending]]:
     """Starts to sample the next step; returns its arrays and `finish()`."""
-    key, params = jax.random.fold_in(state.key, state.step + 1), state.params
+    key = jax.random.fold_in(state.key, state.step + 1)
+    params = state.params
     if self.reward_pool.environment is not None:
       # Later turns need the parameters after the update has donated them.
       params = self.copy_params(params)
@@ -372,7 +379,8 @@ class HostStep:
   def _diagnose(
     self, state: TrainState, rollout: Rollout, rewards: GroupRewards
   ) -> dict[str, Any]:
-    values, unknown = rewards.rewards, {}
+    values = rewards.rewards
+    unknown = {}
     if values.dtype != np.float32:
       # One offset for all prompts, because the diagnosis compares prompts.
       values = (values - np.nanmean(values)).astype(np.float32)
@@ -390,7 +398,9 @@ class HostStep:
     reference_params: Params | None,
   ) -> tuple[Batch, dict[str, Array]]:
     """Returns the batch of the update, and metrics of its completions."""
-    settings, mesh, rewards = self.settings, self.mesh, batch.rewards
+    settings = self.settings
+    mesh = self.mesh
+    rewards = batch.rewards
     placed, values = rewards_lib.place_rewards(settings, rewards, mesh)
     ref_prompts = None
     if self.read_prompts:

@@ -37,7 +37,8 @@ _MULTIPLE = 64  # length unit of the reference's prompts, in tokens
 
 def check_memory(memory: str, mesh: Mesh) -> None:
   """Raises ValueError if the devices lack this kind of `REFERENCE_MEMORY`."""
-  device, kind = mesh.local_devices[0], REFERENCE_MEMORY[memory]
+  device = mesh.local_devices[0]
+  kind = REFERENCE_MEMORY[memory]
   kinds = [memory.kind for memory in device.addressable_memories()]
   if kind is not None and kind not in kinds:
     remedy = f"{device.platform} has no memory of the kind {kind}: use device"
@@ -129,7 +130,8 @@ def make_update_reference(
   settings: TrainSettings, shardings: TrainState
 ) -> Callable[[TrainState], TrainState]:
   """Returns a function that updates a state's reference, if any, when due."""
-  every, mix = settings.model.reference_every, settings.model.reference_mix
+  every = settings.model.reference_every
+  mix = settings.model.reference_mix
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings.params)
   def move(reference: Params, params: Params) -> Params:

@@ -80,7 +80,8 @@ def check_columns(
   settings: TrainSettings, rewards: Sequence[functions.Reward], split: Any
 ) -> None:
   """Raises ValueError if the first example of a data set lacks a column."""
-  parts, only = split.parts or {"": split}, mixtures.scored_by(settings)
+  parts = split.parts or {"": split}
+  only = mixtures.scored_by(settings)
   names = settings.reward.functions
   for name, reward in zip(names, rewards, strict=True):
     for source, part in parts.items():
@@ -175,7 +176,8 @@ def open_reward_pool(
   settings: TrainSettings, model: Model | None = None
 ) -> Iterator[RewardPool]:
   """Starts the reward functions and the environment; ends their processes."""
-  reward, environment = settings.reward, None
+  reward = settings.reward
+  environment = None
   with contextlib.ExitStack() as stack:
     if settings.environment.on:
       environment = stack.enter_context(episodes.open_pool(settings))
@@ -396,7 +398,8 @@ def add_model(
   finite = np.abs(by_model) <= LARGEST
   failures = [[[*failed] for failed in group] for group in rewards.failures]
   for b, g in np.argwhere(~finite).tolist():
-    reason, prompt = f"returned {by_model[b, g]}", examples[b]["prompt_text"]
+    reason = f"returned {by_model[b, g]}"
+    prompt = examples[b]["prompt_text"]
     failures[b][g].append(Failure(MODEL, reason, prompt, texts[b][g]))
   by_functions = np.where(np.isnan(rewards.rewards), 0, rewards.rewards)
   failed = rewards.failed | ~finite
@@ -443,7 +446,8 @@ def correctness(
   examples: Sequence[Mapping[str, Any]],
 ) -> Float[np.ndarray, "B G"]:
   """Returns the values of each data set's judge; 1 or more is correct."""
-  judges, rows = reward_pool.judges, []
+  judges = reward_pool.judges
+  rows = []
   for i, example in enumerate(examples):
     source = example.get(SOURCE)  # users' columns may have any type
     name = judges.get(source) if isinstance(source, str) else None
