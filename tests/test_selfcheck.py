@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from etils import epath
 from run_helpers import free_port
@@ -15,17 +13,17 @@ from grpojax.aot.chips import CHIPS
 from grpojax.selfcheck import Row
 
 
-@pytest.mark.slow
-def test_recorded_logprobs_are_those_of_a_cpu():
-  rows = [*selfcheck.check_parity()]
-  assert len(rows) == 2 and all(row.ok for row in rows)
-  assert np.abs(selfcheck.logprobs(jnp.bfloat16)).mean() > 1
-
-
-@pytest.mark.long
-def test_the_attention_check_passes():
-  rows = [*selfcheck.check_attention()]
-  assert len(rows) == 4 and all(row.ok for row in rows)
+@pytest.mark.parametrize(
+  "name, count",
+  [
+    pytest.param("parity", 2, marks=pytest.mark.slow),
+    pytest.param("attention", 4, marks=pytest.mark.long),
+    pytest.param("resume", 2, marks=pytest.mark.long),
+  ],
+)
+def test_checks_pass(name, count):
+  rows = [*selfcheck.CHECKS[name]()]
+  assert len(rows) == count and all(row.ok for row in rows)
 
 
 @pytest.mark.slow
@@ -37,12 +35,6 @@ def test_a_step_and_its_estimates(monkeypatch, tmp_path):
     assert rows[f"{name} of a step"].expected.endswith(" s, estimated")
   assert rows["model FLOPs utilization"].seen.endswith("%")
   assert float(rows["sampled tokens per second"].seen) > 0
-
-
-@pytest.mark.long
-def test_the_resume_check_passes():
-  resumed, mismatch = selfcheck.check_resume()
-  assert resumed.ok and mismatch.ok
 
 
 def test_failures_are_marked_and_later_checks_still_run(

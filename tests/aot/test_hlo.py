@@ -38,11 +38,8 @@ def only(line):
 @pytest.mark.parametrize(
   "text, tiles, size, padded",
   [
-    ("f32[]", (), 4, 4),
     ("bf16[2,3]{1,0:T(8,128)(2,1)S(1)}", ((1, 128), (0, 8)), 12, 8 * 128 * 2),
     ("f32[4,9]{0,1:T(128)}", ((0, 128),), 144, 128 * 9 * 4),
-    ("s32[<=8]{0}", (), 32, 32),
-    ("f32[10,64]{1,0:T(8,128)}", ((1, 128), (0, 8)), 2560, 16 * 128 * 4),
     ("bf16[2,64,1]{1,0,2:T(2,128)(2,1)}", ((1, 128), (0, 2)), 256, 512),
     ("pred[5]", (), 5, 5),
     ("s4[5]", (), 3, 3),
@@ -96,7 +93,6 @@ add a=f32[] b=f32[]
 """
 FOURS = "replica_groups=[2,4]<=[8]"
 REDUCE = f"{FOURS}, to_apply=%add"
-ALONE = "replica_groups=[8,1]<=[8]"
 PAIR = "source_target_pairs={{0,1},{1,0}}"
 NOWHERE = "source_target_pairs={{0,0},{1,1}}"
 
@@ -111,7 +107,6 @@ NOWHERE = "source_target_pairs={{0,0},{1,1}}"
     (f"f32[100] all-to-all(%p), {FOURS}", "all-to-all", 300),
     (f"f32[100] collective-permute(%p), {PAIR}", "collective-permute", 400),
     (f"f32[100] collective-permute(%p), {NOWHERE}", "collective-permute", 0),
-    (f"f32[100] all-reduce(%p), {ALONE}, to_apply=%add", "all-reduce", 0),
     # In the spelling of XLA:GPU.
     (f"(f32[100], f32[400]) all-gather-start(%p), {FOURS}", "all-gather", 1200),
     (f"f32[100] all-reduce-start(%p), {REDUCE}", "all-reduce", 600),

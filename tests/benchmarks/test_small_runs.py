@@ -109,11 +109,10 @@ def test_bench_report(with_file):
 
 
 def test_chips_by_device_kind():
-  assert of_kind("TPU v5 lite") == CHIPS["v5e"]
-  assert of_kind("TPU v5") == CHIPS["v5p"]
-  assert of_kind("TPU v6 lite") == CHIPS["v6e"]
-  assert of_kind("NVIDIA H100 80GB HBM3") == CHIPS["h100"]
-  assert of_kind("NVIDIA A100-SXM4-80GB") == CHIPS["a100"]
+  names = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+  names |= {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100"}
+  for kind, name in names.items():
+    assert of_kind(kind) == CHIPS[name]
   for kind in ("cpu", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB"):
     assert of_kind(kind) is None
 
