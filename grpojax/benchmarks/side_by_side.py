@@ -104,15 +104,6 @@ def report(
   def spread(value: Callable[[clock.Step], float]) -> dict[str, float]:
     return clock.spread(map(value, counted))
 
-  planned = None
-  if name != workloads.ARITHMETIC:
-    # Completions are at most as long as planned (`budgets`), so sums decide.
-    lengths = functools.partial(workloads.lengths, workloads.WORKLOADS[name])
-    planned = all(tokens(x) == int(lengths(x.number).sum()) for x in timed)
-  versions = {}
-  for package in ("grpojax", "jax", "jaxlib", "flax", "optax"):
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      versions[package] = importlib.metadata.version(package)
   default = config_lib.flatten(workloads.config_of(name))
   default |= {"model.path": settings.model.path, "steps": settings.steps}
   flat = config_lib.flatten(to_config(settings))
