@@ -6,7 +6,6 @@ gradients s = grad log pi(Y|x) by all parameters. Notation as in
 `statistics.u_statistics` (arXiv 2603.01162).
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +15,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Bool, Float, Int, Real
 
-from grpojax.core import advantages
+from grpojax.core.advantages import dr_grpo, leave_one_out, vanilla
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.types import LM, Params, Prompts
@@ -110,11 +109,9 @@ def score_gram(
   count = len(rows)
   padding = -count % _AT_ONCE  # compiles a single shape
   rows = np.pad(rows, [(0, padding), (0, 0)], constant_values=-1)
-  score_chunk = functools.partial(
-    score, params, prompts.prompt_ids, prompts.prompt_mask
-  )
+  fixed = params, prompts.prompt_ids, prompts.prompt_mask
   chunks = [
-    np.asarray(score_chunk(np.maximum(chunk, 0), chunk >= 0))
+    np.asarray(score(*fixed, np.maximum(chunk, 0), chunk >= 0))
     for chunk in np.split(rows, len(rows) // _AT_ONCE)
   ]
   scores = np.moveaxis(np.concatenate(chunks)[:count], 0, -2)
@@ -204,8 +201,7 @@ def _errors(gram, rewards, group_size, blocks, baseline) -> np.ndarray:
   count = len(rewards) // group_size
   # Forms as weights of the samples, [4, S].
   groups = jnp.asarray(rewards.reshape(-1, group_size))
-  a = advantages
-  functions = (a.vanilla, a.leave_one_out, a.dr_grpo, jnp.ones_like)
+  functions = (vanilla, leave_one_out, dr_grpo, jnp.ones_like)
   forms = np.stack(
     [np.asarray(f(groups), np.float64).ravel() / group_size for f in functions]
   )
