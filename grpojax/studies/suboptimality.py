@@ -386,7 +386,6 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
     lines=[*lines, f"GRPO's limit is smallest at G = {best:.2f}"],
     draw=lambda axes: draw(axes, config.steps, outcomes),
     panels=(1, 3),
-    width=4.2,
     summary={
       "theta_star": list(known.optimum),
       "curvature": list(np.linalg.eigvalsh(known.curvature)),
