@@ -1,44 +1,14 @@
-"""Declarations of settings, and the page that lists them."""
+"""The page that lists all settings."""
 
 import importlib
 import pathlib
 import re
 
-import pytest
-from ml_collections import ConfigDict
-
 from grpojax import __main__ as entry
 from grpojax.runtime.cli import settings as settings_lib
-from grpojax.runtime.cli.config import flatten
-from grpojax.runtime.cli.settings import Section, free_section, section, setting
+from grpojax.runtime.cli.settings import Section
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TREE = section(
-  "all",
-  size=setting(8, "of it", within="[1, inf)", words=("auto",)),
-  kind=setting("a", "which", ("a", "b")),
-  part=section(
-    "a part",
-    rate=setting(0.5, "how much", within="[0, 1)"),
-    options=free_section("any"),
-  ),
-)
-
-
-def test_defaults_become_a_config():
-  config = settings_lib.to_config(TREE)
-  assert flatten(config) == {"size": 8, "kind": "a", "part.rate": 0.5} | (
-    flatten(ConfigDict({"part": {"options": {}}}))
-  )
-  config.part.options.new = 1  # takes any key
-  with pytest.raises(AttributeError):
-    config.part.other = 1
-  config.size = "auto"  # a word instead of a number
-  other = settings_lib.changed(TREE, {"part.rate": 0.25})
-  other = settings_lib.to_config(other)
-  assert other.part.rate == 0.25 and config.part.rate == 0.5
-  with pytest.raises(TypeError):
-    config.kind = 1
 
 
 def test_the_page_lists_every_setting_once():

@@ -40,17 +40,6 @@ def test_checksums_of_64_bit_numbers(float64):
   assert int(stored_arrays.checksum(jnp.asarray(array))) == expected(halves)
 
 
-def test_checksums_detect_flipped_bits_and_swaps():
-  array = random_array((3, 4), "float32")
-  others = [array[::-1], array.T]
-  for i in range(array.size):
-    for bit in range(0, 32, 5):
-      others.append(array.copy())
-      others[-1].view(np.uint32).flat[i] ^= np.uint32(1 << bit)
-  sums = {int(stored_arrays.checksum(other)) for other in others}
-  assert expected(array) not in sums and len(sums) == len(others)
-
-
 def test_checksums_do_not_depend_on_the_sharding():
   devices = np.array(jax.devices()[:4]).reshape(-1, 1)
   mesh = jax.sharding.Mesh(devices, ("x", "y"))
