@@ -82,7 +82,6 @@ PLAYED = "environment.path=retry"
 BY_TURN = f"{PLAYED} environment.credit=turn"
 RETURN = "reward.functions=environment"
 REFUSED = [
-  ("optim.learning_rate=nan", "optim.learning_rate = nan"),
   ("model.path=", "model.path = '': give a Hugging Face directory"),
   ("sampling.temperature=1e-9", "1e-09: must be 0.01 or more"),
   ("lora.targets=layers/(q", "is not a regular expression: missing )"),
@@ -114,7 +113,6 @@ REFUSED = [
   # Rewards.
   ("reward.functions=() reward.weights=()", "at least one"),
   ("reward.functions=a,a reward.weights=1,1", "names must differ"),
-  ("reward.weights=1,2", "must be finite numbers, one for each"),
   ("reward.on_device reward.functions=math_answer", "scores token ids: use"),
   ("reward.on_device mesh.sampling_tensor=2", "mesh.sampling_tensor = 2:"),
   # Off-policy rollouts: int8, or sampled ahead.
