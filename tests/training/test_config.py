@@ -113,6 +113,7 @@ REFUSED = [
   # Rewards.
   ("reward.functions=() reward.weights=()", "at least one"),
   ("reward.functions=a,a reward.weights=1,1", "names must differ"),
+  ("reward.weights=1,2", "must be finite numbers, one for each"),
   ("reward.on_device reward.functions=math_answer", "scores token ids: use"),
   ("reward.on_device mesh.sampling_tensor=2", "mesh.sampling_tensor = 2:"),
   # Off-policy rollouts: int8, or sampled ahead.
