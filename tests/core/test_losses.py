@@ -14,6 +14,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpojax.core import losses
+from grpojax.core.decoding.sampling import Sampling, transform_logits
 from grpojax.core.logprobs import _kl_divergence
 from grpojax.core.losses import surrogates
 from grpojax.core.losses.kl import k1, k2, k3
@@ -210,6 +211,50 @@ def test_expected_values(float64):
   actual = jnp.exp(policy) @ k2(policy, near)
   assert_allclose(actual, kl_divergence(policy, near), rtol=0.01)
   assert (k3(policy, reference) >= 0).all()
+
+
+@pytest.mark.slow
+def test_kl_under_a_cut_has_the_documented_value_and_gradient(float64):
+  sampling = Sampling(temperature=0.8, top_k=2)
+
+  def cut(logits):  # in float64: the same cut, at the same temperature
+    inside = transform_logits(logits, sampling) > -1e29
+    return jax.nn.log_softmax(jnp.where(inside, logits / 0.8, -1e30)), inside
+
+  policy = jnp.asarray(POLICY)
+  reference = jax.nn.log_softmax(jnp.asarray(REFERENCE) / 0.8)
+  frozen, inside = cut(policy)
+  assert (inside != cut(jnp.asarray(REFERENCE))[1]).any()
+  mass = jnp.sum(jnp.exp(reference) * inside)
+
+  def divergence(logits):
+    logprobs = cut(logits)[0]
+    return jnp.exp(logprobs) @ (logprobs - reference)
+
+  def forward(logits):  # KL(reference given S || policy)
+    given_s = reference - jnp.log(mass)
+    terms = jnp.exp(given_s) * (given_s - cut(logits)[0])
+    return jnp.sum(jnp.where(inside, terms, 0))
+
+  def expected(logits, kl, correction):
+    loss, aux = kl_term(cut(logits)[0], frozen, reference, kl, correction)
+    return loss, jnp.exp(frozen) @ aux["kl"][:, 0, 0]
+
+  truth, gradient = jax.value_and_grad(divergence)(policy)
+  assert truth > -jnp.log(mass) and mass < 0.9
+  biased = truth - (1 - mass)
+  close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12)
+  for kl, correction, value, slope in (
+    (k1, True, truth, gradient),
+    (k3, True, biased, gradient),
+    (k2, False, None, gradient),
+    (k3, False, biased, mass * jax.grad(forward)(policy)),
+  ):
+    out = jax.value_and_grad(expected, has_aux=True)(policy, kl, correction)
+    close(out[1], slope)
+    close(out[0][1], biased)
+    if value is not None:
+      close(out[0][0], value)
 
 
 def test_k3_is_accurate_near_the_reference():

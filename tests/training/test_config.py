@@ -82,7 +82,6 @@ PLAYED = "environment.path=retry"
 BY_TURN = f"{PLAYED} environment.credit=turn"
 RETURN = "reward.functions=environment"
 REFUSED = [
-  ("optim.learning_rate=nan", "optim.learning_rate = nan"),
   ("model.path=", "model.path = '': give a Hugging Face directory"),
   ("sampling.temperature=1e-9", "1e-09: must be 0.01 or more"),
   ("lora.targets=layers/(q", "is not a regular expression: missing )"),

@@ -35,13 +35,11 @@ def open_policies(settings):
   return setup.with_weights(settings, policy)
 
 
-def open_reward_model(settings):
-  return rewards_lib.open_model(settings, setup.make_mesh(settings))
-
-
 def open_run(settings):
   programs.teacher_shape(settings)
-  return programs.open_run(settings, setup.make_mesh(settings))
+  mesh = setup.make_mesh(settings)
+  rewards_lib.open_model(settings, mesh)
+  return programs.open_run(settings, mesh)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +47,9 @@ def open_run(settings):
   [
     (open_policies, "model__path"),
     (open_policies, "model__teacher"),
-    (open_reward_model, "reward__model"),
     (open_run, "model__path"),
     (open_run, "model__teacher"),
+    (open_run, "reward__model"),
   ],
 )
 def test_every_model_of_the_settings_ignores_keys(

@@ -203,21 +203,6 @@ def test_a_run_without_rewards_stops_and_can_be_resumed(
   assert summary["failed_rewards"] == 3 * 4 * 8
 
 
-def test_success_rates_need_the_same_prompts(settings_with, monkeypatch):
-  notes = {"data": {"train": [5, "a"], "test": [3, "b"]}}
-  monkeypatch.setattr(open_run.checkpoint, "latest_step", lambda _: 1)
-  monkeypatch.setattr(open_run.checkpoint, "read_notes", lambda *_: notes)
-  for part, value in (("_frozen", ""), ("_file_hashes", {})):
-    monkeypatch.setattr(open_run, part, lambda _, value=value: value)
-  now = {"train": [4, "c"], "test": [3, "b"]}
-  monkeypatch.setattr(open_run, "_fingerprints", lambda _: now)
-  settings = settings_with(allow_changed_inputs=True)
-  run = types.SimpleNamespace(settings=settings)
-  state = types.SimpleNamespace(difficulty=())
-  with pytest.raises(ValueError, match="the training prompts changed"):
-    open_run.resume.__wrapped__(run, state, None, lambda: None)
-
-
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
 def test_more_steps_of_a_decayed_run_warn(schedule, settings_with, capsys):
   rates = {"optim__schedule": schedule, "optim__learning_rate": 2e-4}

@@ -18,7 +18,6 @@ from grpojax.core.types import Prompts
 from grpojax.environments.episodes import play_together
 from grpojax.rewards import groups
 from grpojax.training import policy as policy_lib
-from grpojax.training.config import from_config
 from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
@@ -123,8 +122,8 @@ def rewards(tmp_path):
 
 
 @pytest.fixture
-def config_of(config_with):
-  return lambda parts, name: config_with(
+def settings_of(settings_with):
+  return lambda parts, name: settings_with(
     sampling__parts=parts,
     sampling__max_new_tokens=T,
     reward__functions=(name,),
@@ -172,10 +171,10 @@ def scored(tabular, word_policy, one_device):
 
 @pytest.mark.slow
 def test_rewards_begin_before_the_next_part_is_sampled(
-  scored, config_of, rewards, monkeypatch
+  scored, settings_of, rewards, monkeypatch
 ):
   name, begun = rewards
-  settings = from_config(config_of(2, name))
+  settings = settings_of(2, name)
   events = []
   wait = policy_lib.wait
   monkeypatch.setattr(sampling_lib, "LARGEST_HALVED", 0)  # a part, a program
@@ -194,7 +193,7 @@ def test_rewards_begin_before_the_next_part_is_sampled(
     on_call = lambda: events.append("sampling")
     parts = scored(settings, reward_pool, on_call=on_call)
     monkeypatch.undo()
-    whole = scored(from_config(config_of(1, name)), reward_pool)
+    whole = scored(settings_of(1, name), reward_pool)
   assert events == ["sampling", "sampling", "ready", "ready"]
   # Samples, rewards, failures and their order are the same.
   jax.tree.map(np.testing.assert_array_equal, parts[0], whole[0])

@@ -21,7 +21,6 @@ OFF = {
   *(f"environment.{x}" for x in ("tool_format", "template", "timeout")),
   *(f"environment.max_{x}" for x in ("turns", "turn_tokens", "observation")),
   *(f"environment.{x}" for x in ("action", "workers", "check")),
-  *(f"model.{x}" for x in ("reference_every", "reference_mix")),
 }
 """Settings of features that are off in the toy run and have their own tests."""
 

@@ -123,7 +123,7 @@ def test_a_config_is_pinned_once(served, settings_with):
   assert pinned.commits == LINES and settings.commits == ()
   assert hub_pins.model(settings) == ID
   assert hub_pins.model(pinned) == f"{ID}@{COMMIT}"
-  assert hub_pins.pinned(pinned, "org/judge") == f"org/judge@{COMMIT}"
+  assert hub_pins.pinned(pinned, "org/judge@v1") == f"org/judge@{COMMIT}"
   move(served)
   before = len(served.log)
   again = hub_pins.with_commits(settings, pinned.commits)
