@@ -76,6 +76,7 @@ class Episodes(NamedTuple):
 
   def next_ids(self, drawn: Int[Array, "B G"]) -> Int[Array, "B G"]:
     """Returns the next token of each row, drawn or forced."""
+    # Rows that have read everything need a valid index; they take `drawn`.
     at = jnp.minimum(self.read, self.observation.shape[-1] - 1)[..., None]
     forced = jnp.take_along_axis(self.observation, at, axis=-1)[..., 0]
     return jnp.where(self.forced, forced, drawn)
@@ -116,6 +117,7 @@ def checked(
   def reset(target, key):
     return jax.tree.map(jnp.asarray, environment.reset(target, key))
 
+  # Check the functions on the shapes of a single prompt, without running them.
   first = jax.eval_shape(
     lambda t, key: reset(jax.tree.map(lambda x: x[0], t), key), targets, key
   )
@@ -126,9 +128,11 @@ def checked(
 
   def step(state, ids, length, key):
     new, seen = environment.step(state, ids, length, key)
+    # The loop carries the state, so its dtypes must stay those of `reset`.
     new = jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), new, state)
     real = jnp.arange(size) < seen.length
     unknown = real & ((seen.ids < 0) | (seen.ids >= vocab))
+    # A compiled loop cannot raise an error: nan leaves the sample out.
     valid = (seen.length >= 0) & (seen.length <= size) & ~jnp.any(unknown)
     return new, Observation(
       ids=jnp.asarray(seen.ids, jnp.int32),
@@ -205,14 +209,17 @@ def advance(
   step_all = jax.vmap(jax.vmap(environment.step))
 
   def step(episodes):
+    # Each row [T] is rolled so that its turn begins at index 0.
     turn_ids = jax.vmap(jax.vmap(jnp.roll))(ids, -episodes.begin)
     state, (answer, count, reward, done) = step_all(
       episodes.state,
       turn_ids,
+      # Other rows run too, on a valid length; `choose` drops their results.
       jnp.where(ended, length - episodes.begin, 1),
       _keys(keys, episodes.turn + 1),
     )
     last = episodes.turn + 1 >= environment.max_turns
+    # Room for the observation and a further token, which the policy draws.
     over = done | last | (length + count + 1 > limit)
     at_turn = jnp.arange(environment.max_turns) == episodes.turn[..., None]
     new = episodes._replace(
@@ -220,12 +227,14 @@ def advance(
       observation=answer,
       length=jnp.where(over, 0, count),
       read=jnp.zeros_like(episodes.read),
+      # The next turn begins after the observation.
       begin=length + count,
       turn=episodes.turn + 1,
       rewards=jnp.where(at_turn, reward[..., None], episodes.rewards),
     )
 
     def choose(new, old):
+      # [B, G, 1, ...], to broadcast over the axes of the state.
       where = ended.reshape(*ended.shape, *[1] * (new.ndim - 2))
       return jnp.where(where, new, old)
 
@@ -235,6 +244,7 @@ def advance(
   def wait(episodes):
     return episodes, jnp.zeros_like(ended), jnp.zeros_like(ended)
 
+  # The environments run only if a turn has ended in some row.
   return jax.lax.cond(jnp.any(ended), step, wait, episodes)
 
 

@@ -64,6 +64,7 @@ class LossTerms:
     """
     terms = copy.copy(self)
     try:
+      # Tracing the head detects parameters of another model.
       terms.reference = ref_lm, ref_params = lm.prepared(params, longest=None)
       jax.eval_shape(ref_lm.unembed, ref_params, hidden)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -128,6 +129,7 @@ def split_minibatch(
   batch: Batch, weights: Float[Array, "B G T"], count: int
 ) -> tuple[Batch, Float[Array, "n b _ T"]]:
   """Splits a minibatch into `count` micro-batches, or fewer if packed."""
+  # Prompts [B, ...] and samples [B, G, ...] are split differently.
   samples = {f: x for f, x in vars(batch).items() if f != "packing"}
   prompts = {f: samples.pop(f) for f in OF_PROMPTS}
   prompts, (samples, weights), in_rows, rows = packing_lib.split(
@@ -151,6 +153,7 @@ def micro_batch_loss(
   Weights and totals are computed over the whole minibatch; arrays of tokens are
   this part's.
   """
+  # Log-probabilities and entropies under `params`
   batch = map_rows(constrain, batch)
   weights = constrain(weights, "batch", "group")
   scored = terms.logprobs(params, batch)
@@ -163,6 +166,7 @@ def micro_batch_loss(
     token_mask = entropy_lib.highest_entropy(
       jax.lax.stop_gradient(entropy), mask, share=terms.entropy_share
     )
+  # Surrogate and KL term
   counted = mask if token_mask is None else token_mask
   is_weights = left_out = None
   correction_aux = {}
@@ -177,12 +181,14 @@ def micro_batch_loss(
     batch.ref_logprobs,
     is_weights,
     scored.kl,
+    # Tokens of off-policy sequences leave the surrogate; `counted` keeps them.
     token_mask=token_mask if left_out is None else counted & ~left_out,
   )
   mean_entropy = balance = None
   if terms.has_bonus:
     count = totals.token_count
     mean_entropy = entropy_lib.mean_entropy(entropy, counted, count)
+    # The loss weights it by the rollout's correction; the logged mean is plain.
     bonus = mean_entropy
     if is_weights is not None:
       bonus = entropy_lib.mean_entropy(entropy * is_weights, counted, count)
@@ -207,7 +213,9 @@ def minibatch_totals(
 ) -> MinibatchTotals:
   """Returns totals of a minibatch [n, ...], by a forward pass if needed."""
   mask = batch.completion_mask
+  # Only these two need a forward pass; the bonus needs just a count of tokens.
   passes = terms.selects_tokens or terms.router_aux_coef
+  # A single micro-batch knows its own totals.
   if len(mask) == 1 or not (passes or terms.has_bonus):
     return MinibatchTotals()
   if not passes:
@@ -259,11 +267,13 @@ def minibatch_gradient(
   if batch.sample_weights is not None:
     weights = weights * batch.sample_weights[..., None]
     batch = batch.replace(sample_weights=None)  # now in the token weights
+  # Split, and compute what no micro-batch can know by itself.
   batches, weights = split_minibatch(batch, weights, micro_batches)
   totals = minibatch_totals(terms, params, batches)
 
   def add_micro_batch(total, part):
     micro_batch, weights, token_mask = part
+    # The scan slices the mask; the other totals are whole.
     own_totals = totals._replace(token_mask=token_mask)
     gradient = jax.value_and_grad(micro_batch_loss, has_aux=True)
     (loss, values), grads = gradient(
@@ -276,6 +286,7 @@ def minibatch_gradient(
   (loss, grads), values = jax.lax.scan(
     add_micro_batch, zero, (batches, weights, totals.token_mask)
   )
+  # Metrics over all tokens of the minibatch, [n, b, g, T]
   mask = batches.completion_mask
   metrics = _reduce_metrics(values.token_metrics, mask)
   metrics["first"] = rollout_mismatch.metrics(values.mismatch, mask)

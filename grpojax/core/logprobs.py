@@ -64,8 +64,10 @@ def completion_hidden(
     prefix = lm.prefill(params, prompt_ids, prompt_mask)
     last = prefix.last_hidden
     hidden = lm.extend(params, prefix, ids, **options)[0]
+  # Shift the states by one token; a completion begins with its prompt's state.
   first = last[:, None, None]
   if flat is not None:
+    # Flat tokens are of many prompts, so each has its own first state.
     first = flat.of_tokens(last)
     positions = flat_tokens.flatten(positions, flat.rows)
   start = jnp.broadcast_to(first[:, :, :1], hidden[:, :, :1].shape)
@@ -90,6 +92,7 @@ def _logprob_entropy_lse(logits, ids):
   # Cut tokens have weight 0 and a finite logit. On CPUs XLA compiles a sum here
   # to a much slower program than this product.
   mean = jnp.einsum("...v,...v->...", weights, logits, precision="highest")
+  # Entropy -sum p log p with log p = logit - lse.
   return chosen - lse, lse - mean / total, lse
 
 
@@ -110,6 +113,7 @@ def _logprob_and_entropy_jvp(entropy_gradient, primals, tangents):
   logits, ids = primals
   logprobs, entropy, lse = _logprob_entropy_lse(logits, ids)
   if entropy_gradient:
+    # The derivative reads it, and would recompute it from the logits.
     entropy = checkpoint_name(entropy, "entropy")
   chosen = jax.nn.one_hot(ids, logits.shape[-1], dtype=bool)
   log_p = logits - lse[..., None]
@@ -181,6 +185,7 @@ def _in_chunks(
   # A chunk has some tokens of every row, so that rows stay on their devices.
   b, g, s = ids.shape
   rows = b * g // math.prod(sample_cuts(b, g))  # per device
+  # Chunks of equal size: as few as chunk_size allows, with little padding.
   count = -(-s // max(1, chunk_size // rows))
   size = -(-s // count)
 
@@ -195,6 +200,7 @@ def _in_chunks(
     prevent_cse=False,  # not needed under a scan
   )
   def of_chunk(wide, hidden, ids, ref_hidden):
+    # The model's own formats; gradients return through this cast in float32.
     narrow = lambda x, like: x.astype(like.dtype) if _is_16_bit(like) else x
     logits = lm.unembed(jax.tree.map(narrow, wide, params), hidden)
     logits = checkpoint_name(logits, "logits")
@@ -203,6 +209,7 @@ def _in_chunks(
     values = _logprob_and_entropy(logits, ids, entropy_gradient)
     if reference is None:
       return values
+    # The reference's logits, too, exist for one chunk only.
     behind = reference._replace(hidden=ref_hidden)
     return *values, _kl_divergence(
       logits, _reference_logits(behind, logits.shape[-1], sampling)
@@ -219,6 +226,7 @@ def _in_chunks(
     x = jnp.pad(x, padding).reshape(b, g, -1, size, *x.shape[3:])
     return jnp.moveaxis(x, 2, 0)
 
+  # One chunk at a time; the results are [chunks, B, G, size].
   _, chunks = jax.lax.scan(
     lambda _, chunk: (None, of_chunk(wide, *chunk)),
     None,
@@ -282,6 +290,7 @@ def logprobs_and_load(
     raise ValueError(f"chunk_size={chunk_size} must be at least 1")
   lm, params = lm.prepared(params, longest=None)
   tokens = prompt_ids, prompt_mask, ids
+  # Transformer: the states that predict each token, [B, G, S, D] or flat.
   hidden, load = completion_hidden(
     lm, params, *tokens, positions, segments, flat, load_weights, replayed
   )
@@ -290,6 +299,7 @@ def logprobs_and_load(
     if reference is not None:
       ref_hidden = flat_tokens.flatten(reference.hidden, flat.rows)
       reference = reference._replace(hidden=ref_hidden)
+  # Head: `kl` is empty without a reference.
   logprobs, entropy, *kl = _in_chunks(
     lm, params, hidden, ids, reference, sampling, chunk_size, entropy_gradient
   )

@@ -68,6 +68,7 @@ def make_mesh(
   text = " ".join(f"{a}={n}" for a, n in zip(AXES, sizes, strict=True))
   if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
     raise ValueError(f"mesh {text}: use axes of at least 1, and at most one -1")
+  # Fill in the axis of -1.
   known = math.prod(size for size in sizes if size != -1)
   if -1 in sizes and count % known == 0:
     sizes[sizes.index(-1)] = count // known
@@ -77,6 +78,7 @@ def make_mesh(
       f"mesh {text} needs {need} devices, and there are {count}: choose axes "
       f"whose product is {count}, or set an axis to -1"
     )
+  # Place the devices: one slice, nodes of GPUs, or several TPU slices.
   slices = len({getattr(device, "slice_index", 0) for device in devices})
   if slices == 1:
     try:
@@ -97,6 +99,7 @@ def make_mesh(
       f"mesh.data = {sizes[0]}: must be a multiple of the {slices} slices; the "
       "other axes lie within a slice"
     )
+  # [slices, data per slice, fsdp, expert, tensor]
   placed = mesh_utils.create_hybrid_device_mesh(
     (1, data, *sizes[1:]),
     (slices, 1, 1, 1, 1),
@@ -128,6 +131,7 @@ def sampling_mesh(
     return make_mesh(1, rows, expert, tensor, devices)
   if tensor == mesh.shape["tensor"]:
     return mesh
+  # The same devices in another shape, within each slice.
   count = mesh.size // mesh.shape.get(SLICE, 1)
   rows, rest = divmod(count, expert * tensor)
   if rest:
@@ -135,6 +139,7 @@ def sampling_mesh(
       f"mesh.sampling_tensor = {tensor}: times mesh.expert = {expert} it must "
       f"divide the {count} devices"
     )
+  # `data` keeps the largest part that divides `rows`; fsdp gets the rest.
   data = math.gcd(mesh.shape["data"], rows)
   sizes = dict(mesh.shape) | dict(data=data, fsdp=rows // data, tensor=tensor)
   devices = mesh.devices.reshape(*sizes.values())
@@ -176,6 +181,7 @@ def divide(
     for axis in axes:
       useless = free.get(axis) == 1 and taken  # size 1 is listed only alone
       if axis in free and size % free[axis] == 0 and not useless:
+        # A mesh axis is used once, and the next must divide the rest of `size`.
         size //= free.pop(axis)
         taken.append(axis)
     axes_of_each.append(tuple(taken))
@@ -247,6 +253,7 @@ def shardings(
   devices = mesh.shape[axis]
 
   def by_size(x):
+    # Dimensions that cannot be split count as 0.
     sizes = [0 if size % devices else size for size in x.shape]
     if math.prod(x.shape) < min_size or not any(sizes):
       return NamedSharding(mesh, P())
@@ -273,6 +280,7 @@ def put(x, sharding: NamedSharding) -> Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return jax.device_put(x, sharding)
+  # All processes have all of x, and each copies the parts of its devices.
   x = np.asarray(x)
   return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 

@@ -84,6 +84,7 @@ def scale_by_rounded_adam(
     return _narrow(inner.init(params), jnp.bfloat16)
 
   def update(updates, state, params=None):
+    # A key per update, and below a key per array.
     count_key = jax.random.fold_in(key, state.count)
     updates, new = inner.update(
       optax.tree.cast(updates, jnp.float32), _narrow(state, jnp.float32), params
@@ -101,6 +102,7 @@ def scale_by_rounded_adam(
         words,
       )
 
+    # The upper 16 bits round the first moment, the lower 16 the second.
     return updates, new._replace(mu=rounded(new.mu, 16), nu=rounded(new.nu, 0))
 
   return optax.GradientTransformation(init, update)

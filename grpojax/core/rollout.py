@@ -38,6 +38,7 @@ def completion_mask(
 
   _, is_end = jax.lax.scan(read, ends_lib.first_state(ends, ids[0]), ids)
   is_end = jnp.moveaxis(is_end, 0, -1)
+  # The number of ends before each token, which is 0 up to the first end.
   return jnp.cumsum(is_end, axis=-1) - is_end == 0
 
 
@@ -101,6 +102,7 @@ def rollout(
     )
   if budgets is not None and budgets.shape != (b, g):
     raise ValueError(f"budgets has shape {budgets.shape}, not {(b, g)} (B, G)")
+  # Run the prompts, in the model prepared for decoding.
   keys = loops.sample_keys(key, (b, g), first_prompt)
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   limit = loops.token_limits(prompts, jnp.minimum(limit, t_max))
@@ -111,6 +113,7 @@ def rollout(
   samples = loops.no_samples(limit, t_max, pad_id, ends, prompt_experts)
   if environment:
     targets = prompts.targets
+    # Only the shape: the environment's ids must be below V.
     logits = jax.eval_shape(lm.unembed, params, prefix.last_hidden)
     environment = environment_lib.checked(
       environment, targets, b, t_max, logits.shape[-1]
@@ -118,6 +121,7 @@ def rollout(
     setup = setup._replace(environment=environment)
     episodes = environment_lib.begin(environment, targets, keys, t_max)
     samples = samples._replace(episodes=episodes)
+  # Decoding
   samples = loops.in_stages(setup, loops.constrain_samples(samples), decoding)
   episodes = samples.episodes
   return Rollout(
@@ -129,6 +133,7 @@ def rollout(
     finished=samples.finished,
     experts=loops.unpack_experts(samples.experts, prompt_experts),
     prompt_experts=prompt_experts,
+    # None without an environment.
     turns=episodes and episodes.turns,
     turn_rewards=episodes and episodes.rewards,
   )
@@ -153,6 +158,7 @@ def rollout_metrics(
   real = jnp.any(rollout.prompt_mask, axis=-1)
   counted = jnp.broadcast_to(real[:, None], rewards.shape)
   varied = varies(rewards if compared is None else compared)
+  # Groups of one cannot vary; they do not count as equal.
   varied |= rewards.shape[-1] == 1
   rewarded = counted & present(rewards)
   rewards = jnp.where(rewarded, rewards.astype(jnp.float32), 0.0)

@@ -83,21 +83,27 @@ def turn_advantages(
       f"credit = {credit!r} compares the samples of a group: G = "
       f"{rewards.shape[1]} must be at least 2"
     )
+  # A sum is finite only if all rewards are: [B, G, 1].
   complete = present(jnp.sum(rewards, axis=-1, keepdims=True))
   rewards = jnp.where(complete, rewards, jnp.nan)
+  # Sums from each turn to the last, [B, G, K].
   to_go = jnp.flip(jnp.cumsum(jnp.flip(rewards, -1), axis=-1), -1)
   turns = jnp.max(rollout.turns, axis=-1, keepdims=True) + 1
   reached = jnp.arange(rewards.shape[-1]) < turns
   if credit == "turn":
+    # After its end a trajectory has 0, or nan if one of its rewards is missing.
     to_go = jnp.where(reached | ~complete, to_go, 0.0)
   else:
     to_go = jnp.where(reached, to_go, jnp.nan)  # takes no part
   to_go = jnp.swapaxes(to_go, 1, 2)  # [B, K, G]
+  # Each turn is compared with the same turn of the group's other samples.
   advantages = minus_others(to_go)
   if credit == "turn_reached":
+    # Without another sample in its turn, the baseline is 0, not the advantage.
     count = jnp.sum(present(to_go), axis=-1, keepdims=True)
     alone = present(to_go) & (count == 1)
     advantages = jnp.where(alone, to_go, advantages)
+  # Look up each token's turn: 0 stands in for -1, and K or more gives nan.
   of_tokens = jnp.take_along_axis(
     jnp.swapaxes(advantages, 1, 2),
     jnp.maximum(rollout.turns, 0),
@@ -132,6 +138,7 @@ def trajectories(
       observation at its end.
   """
   b = len(prompts.prompt_ids)
+  # Checks
   sizes = {len(group) for group in segments}
   if len(segments) != b or len(sizes) != 1 or 0 in sizes:
     raise ValueError(
@@ -148,6 +155,7 @@ def trajectories(
   t = longest if length is None else length
   if not isinstance(t, int) or longest > t:
     raise ValueError(f"a trajectory has {longest} tokens, over length = {t}")
+  # Pad the trajectories, samples of all groups in one axis.
   ids = np.full((b * g, t), pad_id, np.int32)
   turns = np.full((b * g, t), -1, np.int32)
   logprobs = np.zeros((b * g, t), np.float32)
@@ -214,6 +222,7 @@ def _row(segments: Any, where: str):
         f"{where}[{i}].reward must be a number, not {segment.reward!r}"
       )
     ids.extend(new)
+    # An observation: no turn, no log-probabilities, and no reward of its own.
     if segment.logprobs is None:
       if segment.reward:
         raise ValueError(
@@ -233,6 +242,7 @@ def _row(segments: Any, where: str):
         f"{where}[{i}].logprobs must be {len(new)} log-probabilities (per id), "
         f"finite and at most 0, not {segment.logprobs!r}"
       )
+    # A turn: its number is that of the rewards so far.
     turns.extend([len(rewards)] * len(new))
     logprobs.extend(np.minimum(logps, 0.0))
     rewards.append(segment.reward)

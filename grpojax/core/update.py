@@ -79,6 +79,7 @@ def off_policy_conflicts(
   log-probabilities (not with `dro`). Advantages of subsets of a group
   (`advantages.OF_SUBSETS`) do not take weights of single samples.
   """
+  # Differences between the rollout's policy and the update's
   to_rollout = objective.old_logprobs == "rollout"
   reasons = {}
   samples = []
@@ -87,6 +88,7 @@ def off_policy_conflicts(
   if ahead:
     samples.append("drawn before the last update (sampling.ahead)")
   weighs = objective.correction not in rollout_correction.UNWEIGHTED
+  # Advantages by name or function; partials bind options such as k.
   subsets = (*OF_SUBSETS, *OF_SUBSETS.values())
   advantage = objective.advantage
   while isinstance(advantage, functools.partial):
@@ -100,6 +102,7 @@ def off_policy_conflicts(
       "the gradient: use leave_one_out, or correction = 'none', the format "
       "model and sampling.ahead = 0"
     )
+  # Samples of another policy need weights: a correction's or the ratios'.
   origin = " and ".join(samples) or "that are corrected"
   ratios = to_rollout and not options.on_policy
   ratios = ratios and objective.surrogate not in ("dro", surrogates.dro)
@@ -108,6 +111,7 @@ def off_policy_conflicts(
       f"samples {origin} are not the policy's own: use token_truncate or "
       "another correction, or the format model and sampling.ahead = 0"
     )
+  # In these cases the penalty is of the rollout's log-probabilities.
   penalty_of_rollout = options.on_policy or to_rollout
   if (samples or weighs) and objective.kl_in_reward and penalty_of_rollout:
     reasons["kl_placement"] = (
@@ -125,12 +129,14 @@ def _apply(tx, state: TrainState, grads, max_grad_norm: float):
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
   if max_grad_norm < math.inf:
+    # The floor avoids a division by 0.
     shrink = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-30))
     grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
   grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
   updates, opt_state = tx.update(grads, state.opt_state, state.params)
   new = optax.apply_updates(state.params, updates), opt_state
   old = state.params, state.opt_state
+  # A skipped update keeps the parameters and the optimizer's state.
   params, opt_state = jax.tree.map(
     lambda a, b: jnp.where(finite, a, b), new, old
   )
@@ -183,6 +189,7 @@ def make_update(
   plain = LossTerms(lm, objective, sampling, options.chunk_size)
 
   def update_minibatch(terms: LossTerms, state: TrainState, batch: Batch):
+    # Gradient over the whole minibatch, then one optimizer update
     coefficient = entropy_lib.coefficient(objective, state.entropy)
     weighting = weighting_fn(objective, batch.completion_ids.shape[-1])
     weights = weighting(batch.completion_mask)
@@ -190,6 +197,7 @@ def make_update(
       state.params, terms, batch, weights, options.micro_batches, coefficient
     )
     state, applied = _apply(tx, state, gradient.grads, options.max_grad_norm)
+    # Metrics, grouped by their reduction over updates
     metrics = [{"mean": {"loss": gradient.loss}}, gradient.metrics, applied]
     if terms.has_bonus:
       logged = {"entropy_coefficient": jnp.asarray(coefficient)}
@@ -209,6 +217,7 @@ def make_update(
   def update(state: TrainState, batch: Batch, ref_params: Params | None = None):
     _check_batch(batch, options)
     terms = plain
+    # Without them `logprobs` has no KL; a loss with beta raises an error.
     missing = ref_params is None or batch.ref_hidden is None
     if objective.has_exact_kl and not missing:
       terms = plain.with_reference(ref_lm or lm, ref_params, batch.ref_hidden)
@@ -217,11 +226,13 @@ def make_update(
     minibatches = options.minibatches
 
     def update_epoch(state: TrainState, order):
+      # [minibatches, B / minibatches, ...]: row i of each block to minibatch i.
       rows = batch if order is None else reorder_rows(batch, order)
       rows = micro_batches_lib.split_rows(rows, minibatches)
       return jax.lax.scan(step_minibatch, state, rows)
 
     if epochs == 1:
+      # The first epoch keeps the order of the rows.
       state, metrics = update_epoch(state, None)
     else:
       orders = None  # for a single minibatch
@@ -230,7 +241,9 @@ def make_update(
         prompts = batch.prompt_ids.shape[0]
         orders = draw_orders(key, prompts, minibatches, epochs)
       state, metrics = jax.lax.scan(update_epoch, state, orders, length=epochs)
+      # [epochs, minibatches] becomes one axis of updates, in their order.
       metrics = jax.tree.map(jnp.ravel, metrics)
+    # A number per metric: reduce over the updates, by the metric's rule.
     metrics = {
       name: OVER_UPDATES[reduction](values)
       for reduction, group in metrics.items()

@@ -67,12 +67,15 @@ def _sum_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
   filled = jnp.where(rewarded, rewards, jnp.where(n[..., None] > 0, best, 0))
   ascending = jnp.take_along_axis(filled, order, -1)
   gaps = ascending[..., 1:] - ascending[..., :-1]
+  # Each group takes the row of its number of rewards: [*B, G - 1].
   below, above = (jnp.asarray(x, gaps.dtype)[n] for x in (below, above))
   axis = gaps.ndim - 1
   end = jnp.zeros_like(ascending[..., :1])
+  # By rank: gaps up to the rank count with a_r, gaps above it with b_r.
   gain = jnp.concatenate([end, jax.lax.cumsum(gaps * below, axis)], -1)
   loss = jax.lax.cumsum(gaps * above, axis, reverse=True)
   by_rank = gain + jnp.concatenate([loss, end], -1)
+  # argsort inverts the order, so each sample reads the entry of its rank.
   advantages = jnp.take_along_axis(by_rank, jnp.argsort(order, -1), -1)
   return jnp.where(rewarded, advantages, 0)
 
@@ -114,6 +117,7 @@ def _gap_weights(group_size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
   """
   below, above = np.zeros((2, group_size + 1, group_size - 1))
   for n in range(k + 1, group_size + 1):
+    # The docstring of `max_at_k` has the formulas, with n in the place of G.
     r = np.arange(2, n + 1)
     share = _binomial_ratios(n - 1, k - 1)[r - 2]
     below[n, : n - 1] = k * _binomial_ratios(n - 1, k)[r - 1]
@@ -125,4 +129,5 @@ def _binomial_ratios(n: int, k: int) -> np.ndarray:
   """C(m, k) / C(n, k) for m = 0 .. n, as products of factors of at most 1."""
   m = np.arange(1, n + 1)
   factors = np.maximum(m - k, 0) / m  # C(m - 1, k) / C(m, k)
+  # Entry m is the product of the factors from m + 1 to n; entry n is 1.
   return np.append(np.cumprod(factors[::-1])[::-1], 1.0)

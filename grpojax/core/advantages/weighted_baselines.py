@@ -41,9 +41,11 @@ def _minus_weighted_others(
       f"shape, not {weights.shape}"
     )
   rewarded = present(rewards)
+  # A shift of the group cancels, and equal rewards then give exactly 0.
   moved = shifted(rewards)
   weights = jnp.where(rewarded, weights, 0)
   total = sum_of_others(weights)
+  # If all other weights are 0, the baseline is the others' plain mean.
   known = total > 0
   weighted = sum_of_others(weights * moved) / jnp.where(known, total, 1)
   plain = sum_of_others(moved) / jnp.maximum(count(rewards) - 1, 1)
@@ -126,6 +128,7 @@ def optimal_token_baseline(
   if rewards.shape == sampled.shape[:-1]:
     rewards = jnp.broadcast_to(rewards[..., None], sampled.shape)
   elif rewards.shape == sampled.shape:
+    # One missing reward leaves out the whole sample.
     missing = jnp.any(sampled & ~jnp.isfinite(rewards), -1, keepdims=True)
     rewards = jnp.where(missing, jnp.nan, jnp.where(sampled, rewards, 0))
   if rewards.shape != sampled.shape or token_score_sq.shape != sampled.shape:
@@ -136,6 +139,7 @@ def optimal_token_baseline(
     )
   # Align the t-th sampled tokens of a group, [*B, T, G].
   sums = jnp.cumsum(jnp.where(sampled, token_score_sq, 0), -1)
+  # A stable sort puts sampled tokens first, without changing their order.
   order = jnp.argsort(~sampled, axis=-1, stable=True)
   is_token, weights, to_go = (
     jnp.swapaxes(jnp.take_along_axis(x, order, -1), -1, -2)
@@ -147,10 +151,12 @@ def optimal_token_baseline(
     advantages = _minus_weighted_others(to_go, weights, "weights")
   else:
     weights = jnp.where(present(to_go), weights, 0)
+    # verl's baseline: own reward included, and none for a lone sample.
     total = jnp.maximum(jnp.sum(weights, -1), 1e-8)
     mean = jnp.sum(weights * jnp.where(present(to_go), to_go, 0), -1) / total
     mean = jnp.where(jnp.sum(is_token & present(to_go), -1) > 1, mean, 0)
     advantages = jnp.where(present(to_go), to_go - mean[..., None], 0)
+  # Back to the rows: the place of each token among the sampled ones.
   place = jnp.maximum(jnp.cumsum(sampled, -1) - 1, 0)
   advantages = jnp.take_along_axis(jnp.swapaxes(advantages, -1, -2), place, -1)
   return jnp.where(sampled, advantages, 0)

@@ -36,10 +36,10 @@ LEAST_TOKENS = 48
 class Decoding:
   """Shape of the decoding loop; it changes no sample.
 
-  A stage has at least 16 tokens, and attention reads the stages so far.
-  Compaction, at the start of each long stage but the first, decodes unfinished
-  samples in a batch of a half, a quarter or an eighth of the group (in groups
-  of a single sample, a quarter of the prompts).
+  All stages but the last end at multiples of 16 tokens, and attention reads the
+  stages so far. Compaction, at the start of each long stage but the first,
+  decodes unfinished samples in a batch of a half, a quarter or an eighth of the
+  group (in groups of a single sample, a quarter of the prompts).
   """
 
   stages: int = one_or_more(4, "number of cache lengths, each compiled")
@@ -91,6 +91,7 @@ def sample_keys(
   """Returns each sample's key, independent of the rest of the batch."""
   b, g = shape
   fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+  # Samples are numbered over the whole batch, so parts of it get equal keys.
   numbers = first_prompt * g + jnp.arange(b * g)
   return fold(random_key(key), numbers).reshape(b, g)
 
@@ -99,6 +100,7 @@ def _pack_experts(experts: Integer[Array, "*n X"]) -> UInt32[Array, "*n W"]:
   """Packs small integers into words: a TPU cannot write a byte by itself."""
   *tokens, x = experts.shape
   in_word = 4 // experts.dtype.itemsize
+  # Pad X to whole words; the cast then merges the last axis, [*n, W, in_word].
   experts = jnp.pad(experts, [*[(0, 0)] * len(tokens), (0, -x % in_word)])
   experts = experts.reshape(*tokens, -1, in_word)
   return jax.lax.bitcast_convert_type(experts, jnp.uint32)
@@ -111,6 +113,7 @@ def unpack_experts(
   """Unpacks the experts of completions; returns None for None."""
   if words is None:
     return None
+  # The cast adds an axis [..., W, in_word]; the slice drops the words' padding.
   experts = jax.lax.bitcast_convert_type(words, prompt_experts.dtype)
   experts = experts.reshape(*words.shape[:3], -1)
   return experts[..., : prompt_experts.shape[-1]]
@@ -133,6 +136,7 @@ def no_samples(
     logprobs=jnp.zeros((*limit.shape, t_max), jnp.float32),
     length=jnp.zeros(limit.shape, jnp.int32),
     finished=jnp.zeros(limit.shape, bool),
+    # The batch's padding is done before its first token.
     done=limit <= 0,
     experts=experts,
     stop_state=ends_lib.first_state(ends, limit),
@@ -166,6 +170,7 @@ class Compaction(NamedTuple):
     if tokens < LEAST_TOKENS:
       return [self.size]
     halvings = [0, 2] if self.of_prompts else range(4)
+    # Samples finish gradually: a stage has one more size than the one before.
     allowed = halvings[: stage + 1]
     return sorted({-(-self.size // 2**i) for i in allowed}, reverse=True)
 
@@ -179,6 +184,7 @@ class Compaction(NamedTuple):
   ) -> Int[Array, "parts {size}"]:
     """Returns `size` rows of each part, unfinished ones first."""
     done = done.reshape(self.parts, self.size)
+    # False sorts before True, and a stable sort keeps the order of equal rows.
     return jnp.argsort(done, axis=1, stable=True)[:, :size]
 
   def _by_part(self, x: Array) -> Array:
@@ -216,11 +222,13 @@ def draw(
   hidden: Float[Array, "B G D"],
 ) -> tuple[Int[Array, "B G"], Float[Array, "B G"]]:
   """Draws token t of each sample; returns ids and log-probabilities."""
+  # t is one number in `in_stages`, and a number per row, [B, G], in `chunks`.
   fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
   keys = fold(keys, t)
   lm = setup.lm
   sampling = setup.sampling
   by_parts = lm.draw_parts is not None and sampling.is_whole
+  # `draw_parts` keeps no logits in memory; it cannot cut tokens or be greedy.
   if by_parts and runs_kernels():
     # A number selects the part, and two numbers select the token in each part.
     choose_part, *within = jnp.moveaxis(uniform(keys, 3), -1, 0)
@@ -257,6 +265,7 @@ def extend(
   **positions: Any,
 ) -> tuple[Float[Array, "B G S D"], Cache, UInt32[Array, "B G S W"] | None]:
   """Runs the next tokens; also returns their packed experts if `record`."""
+  # Only models with experts have the parameter `record`.
   options = positions | ({"record": True} if record else {})
   output = setup.lm.extend(setup.params, setup.prefix, ids, cache, **options)
   hidden, cache, experts = ExtendOutput(*output)
@@ -273,6 +282,7 @@ def _append(
   alive = ~samples.done
   episodes = samples.episodes
   ids, logprobs = draw(setup, setup.keys, t, hidden)
+  # Rows with unread tokens of an observation take the next of these instead.
   drawn = alive
   if episodes is not None:
     drawn = alive & ~episodes.forced
@@ -287,12 +297,15 @@ def _append(
   length = samples.length + alive
   is_end, state = ends_lib.advance(setup.ends, samples.stop_state, ids)
   ended = over = drawn & is_end
+  # Observations and ends reset the state: a stop string lies within a turn.
   state = ends_lib.within(state, drawn, is_end)
   if episodes is not None:
+    # Turn -1 marks tokens of observations.
     turn = jnp.where(drawn, episodes.turn, -1)
     episodes = episodes._replace(
       read=episodes.read + (alive & ~drawn), turns=at_t(episodes.turns, turn)
     )
+    # From here on `ended` is the environment's: the end of a turn asks it.
     episodes, ended, over = environment_lib.advance(
       setup.environment, episodes, rows, setup.keys, length, setup.limit, ended
     )
@@ -316,6 +329,7 @@ def _decode(
   def body(state):
     i, samples, cache = state
     t = start + 1 + i
+    # The token before, [B, G, 1], enters the cache and predicts token t.
     last = jax.lax.dynamic_slice_in_dim(samples.ids, t - 1, 1, axis=2)
     record = samples.experts is not None
     hidden, cache, experts = extend(setup, last, cache, record)
@@ -351,6 +365,8 @@ def _decode_few(
   """Runs `_decode` on `size` rows of each part, unfinished ones first."""
   if compaction is None or size == compaction.size:
     return _decode(setup, samples, cache, stage)
+  # Take these rows of all inputs. Prompts belong to whole groups, so the prefix
+  # stays as it is unless rows are prompts.
   order = compaction.order(samples.done, size)
   lm = setup.lm
   take = lambda x: compaction.take(x, order)
@@ -361,6 +377,7 @@ def _decode_few(
   few = constrain_samples(jax.tree.map(take, samples))
   few_cache = lm.map_cache_rows(take, cache)
   few, few_cache = _decode(few_setup, few, few_cache, stage)
+  # Write them back; all other rows are done and stay as they are.
   put = lambda new, x: compaction.put(new, x, order)
   samples = constrain_samples(jax.tree.map(put, few, samples))
   return samples, lm.map_cache_rows(put, few_cache, cache)
@@ -373,6 +390,7 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   """
   lm = setup.lm
   (b, g, t_max) = samples.ids.shape
+  # The state of the prompt's last token predicts the first token.
   first = setup.prefix.last_hidden[:, None]
   first = jnp.broadcast_to(first, (b, g, first.shape[-1]))
   samples = _append(setup, samples, jnp.int32(0), first)
@@ -395,6 +413,7 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
       functools.partial(_decode_few, setup, compaction, size, (start, end))
       for size in sizes
     ]
+    # Sizes descend, so the index is the number of smaller sizes that suffice.
     alive = compaction.most_alive(samples.done) if compaction else g
     branch = sum(alive <= size for size in sizes[1:])
     if len(sizes) > 1:  # the last branch skips the stage once all are done

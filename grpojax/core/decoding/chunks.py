@@ -115,6 +115,7 @@ def _prepare(
   setup = loops.Setup(
     lm, params, rows.prefix, rows.keys, rows.limit, ends, sampling
   )
+  # Between calls all rows end at a common slot, so only the size changes here.
   if slots != rows.slots:
     common = jnp.broadcast_to(jnp.max(_cached(rows)), rows.turn.shape)
     rows = _align(lm, rows, common, slots)
@@ -157,8 +158,9 @@ def decode(
   `eos_ids` (see `rollout`) or after `turn_tokens` tokens (0 for no limit).
   """
   setup, rows = _prepare(lm, params, rows, read_ends(eos_ids), sampling, slots)
-  start = jnp.max(_cached(rows))
+  start = jnp.max(_cached(rows))  # the slot that all rows write next
   samples = rows.samples
+  # Apply the decisions of the environments since the last chunk.
   rows = rows.replace(
     samples=samples._replace(
       finished=samples.finished | finished, done=samples.done | over
@@ -170,6 +172,7 @@ def decode(
     i, rows, ends = state
     alive = ~(rows.samples.done | rows.waiting)
     rows = _append(setup, rows, alive, turn_tokens)
+    # The slot after each row's last token: waiting rows keep theirs.
     return i + 1, rows, jnp.where(alive, start + i + 1, ends)
 
   def goes_on(state):
@@ -193,12 +196,15 @@ def _append(
   # The first token is predicted by the prompt, others by the row's last token.
   at = jnp.maximum(t - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
+  # Without a token yet, this writes a padding id at position 0. The first token
+  # has position 0, too, and tokens read no more slots than their position.
   hidden, cache, experts = loops.extend(
     setup, last, rows.cache, samples.experts is not None, positions=at
   )
   first = setup.prefix.last_hidden[:, None]
   hidden = jnp.where((t == 0)[..., None], first, hidden[:, :, 0])
   ids, logprobs = loops.draw(setup, setup.keys, t, hidden)
+  # [B, G, T]: True at the new token of each row, False in rows that wait.
   at_t = alive[..., None] & (jnp.arange(rows.turns.shape[-1]) == t[..., None])
 
   def put(old, new):
@@ -206,6 +212,7 @@ def _append(
 
   ends, state = ends_lib.advance(setup.ends, samples.stop_state, ids)
   if turn_tokens:
+    # `turns` does not have the new token yet.
     in_turn = jnp.sum(rows.turns == rows.turn[..., None], axis=-1)
     ends |= in_turn + 1 >= turn_tokens
   ended = alive & ends
@@ -216,6 +223,7 @@ def _append(
         ids=put(samples.ids, ids),
         logprobs=put(samples.logprobs, logprobs),
         length=length,
+        # A turn that ends at the limit waits for its reward.
         done=samples.done | (alive & ~ended & (length >= setup.limit)),
         stop_state=ends_lib.within(state, alive, ended),
         experts=_record(samples.experts, experts, at, alive[..., None]),
@@ -237,6 +245,7 @@ def _record(
   if new is None:
     return None
   put = lambda x, new, at: x.at[at].set(new, mode="drop")
+  # T is out of range, and such writes are dropped.
   at = jnp.where(real, at, experts.shape[2])
   return jax.vmap(jax.vmap(put))(experts, new, at)
 
@@ -274,7 +283,9 @@ def feed(
     samples.experts is not None,
     positions=positions,
   )
+  # The cache gets `lengths` tokens, too, from the turn's last token on.
   real = jnp.arange(size) < lengths[..., None]
+  # Place in the observation of each token of the row, [B, G, T].
   index = jnp.arange(rows.turns.shape[-1]) - samples.length[..., None]
   read = (index >= 0) & (index < lengths[..., None])
   new = jnp.take_along_axis(ids, jnp.clip(index, 0, size - 1), axis=-1)
@@ -288,6 +299,7 @@ def feed(
     waiting=rows.waiting & ~complete,
     cache=cache,
   )
+  # All rows wrote S slots from `start` on; the first `lengths` are real.
   return _align(setup.lm, rows, start + lengths, slots)
 
 

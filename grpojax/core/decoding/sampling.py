@@ -85,6 +85,7 @@ def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
   Ranks below 2**31 are the negative floats and -0, higher ones +0 and the
   positive floats; NaNs are at both ends, beyond the infinities.
   """
+  # Positive floats ascend with their bits, negative ones descend.
   bits = jnp.where(rank >> 31 == 1, rank ^ jnp.uint32(1 << 31), ~rank)
   return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -103,6 +104,7 @@ def _threshold(
   """
   logits, weights = jax.lax.stop_gradient((logits, weights))
 
+  # From the highest bit down: a bit stays if enough weight is at or above it.
   def add_bit(i, rank):  # under `jax.disable_jit` i is Python's
     higher = rank | (jnp.uint32(1 << 31) >> jnp.asarray(i, jnp.uint32))
     # No logit is >= NaN, so ranks beyond the infinities are never reached.
@@ -132,15 +134,18 @@ def transform_logits(
     best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), vocab, dtype=bool)
     return jnp.where(best, 0.0, NEGATIVE)
   logits = logits / sampling.temperature
+  # Cuts apply to `cut`; `logits` stay whole for the ids in `keep`.
   cut = logits
   if 0 < sampling.top_k < vocab:
     lowest = _threshold(cut, 1, sampling.top_k)
     cut = jnp.where(cut < lowest, NEGATIVE, cut)
   if sampling.top_p < 1:
+    # Probabilities of the tokens that are left; cut tokens weigh 0.
     lowest = _threshold(cut, jax.nn.softmax(cut), sampling.top_p)
     cut = jnp.where(cut < lowest, NEGATIVE, cut)
   if sampling.min_p > 0:
     top = jnp.max(cut, axis=-1, keepdims=True)
+    # p >= min_p * p_top, in logarithms: the normalizer cancels.
     cut = jnp.where(cut < top + jnp.log(sampling.min_p), NEGATIVE, cut)
   if keep is not None and cut is not logits:
     cut = jnp.where(jax.nn.one_hot(keep, vocab, dtype=bool), logits, cut)
@@ -181,6 +186,7 @@ def _first_above(
   # Rounding must not select an index of weight 0, nor pass the last index.
   sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
   total = jnp.max(sums, axis=-1, keepdims=True)
+  # argmax of booleans is the index of the first True.
   above = sums > share_below(total, uniform[..., None])
   return jnp.argmax(above, axis=-1).astype(jnp.int32)
 
@@ -198,6 +204,7 @@ def sample_parts(
   parts: Parts, uniform: Float[Array, "*rows"]
 ) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
   """Draws a part and returns its token and log-probability, as `sample`."""
+  # Weights of the parts relative to the largest logit of all, [*rows, n].
   top = jnp.max(parts.tops, axis=-1, keepdims=True)
   weights = parts.sums * jnp.exp(parts.tops - top)
   part = _first_above(weights, uniform)[..., None]
@@ -222,13 +229,16 @@ def sample(
     return ids, jnp.zeros(ids.shape, jnp.float32)
   logits = transform_logits(logits, sampling)
   choose_block, in_block = jnp.moveaxis(uniform(keys, 2), -1, 0)
+  # Unnormalized probabilities, as [*n, blocks, tokens], and sums of blocks.
   top = jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(logits - top)
   blocks = weights.reshape(*logits.shape[:-1], _blocks(logits.shape[-1]), -1)
   sums = jnp.sum(blocks, axis=-1)
   block = _first_above(sums, choose_block)
+  # Weights of the chosen block, [*n, 1, tokens].
   inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)
   ids = _first_above(inside[..., 0, :], in_block)
+  # From the place in the block to the id.
   ids += block * blocks.shape[-1]
   chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)
   normalizer = jnp.log(jnp.sum(sums, axis=-1))

@@ -136,27 +136,33 @@ def grpo_loss(
   old = logprobs if old_logprobs is None else clean_logprobs(old_logprobs, mask)
   old = jax.lax.stop_gradient(old)
   advantages = jax.lax.stop_gradient(advantages)
+  # [B, G, 1] or [B, G, T], then 0 on padding.
   advantages = advantages.reshape(*mask.shape[:2], -1)
   advantages = jnp.where(mask, advantages, 0.0)
 
+  # Surrogate, on the tokens of `token_mask`
   ratios = ratio(logprobs, old, mask)
   surrogate = bind(surrogate, mask=mask)
   per_token, surrogate_aux = surrogate(ratios, logprobs, advantages, **settings)
   _check_surrogate(per_token, surrogate_aux, mask)
   if token_mask is not None:
     per_token = jnp.where(token_mask, per_token, 0.0)
+  # KL term of all tokens, including those outside the surrogate.
   logged_kl = jnp.zeros_like(ratios)
   if beta and kl is None:
     logged_kl = jnp.where(mask, exact_kl, 0.0)
     per_token += beta * logged_kl
   elif ref_logprobs is not None:
     ref = jax.lax.stop_gradient(clean_logprobs(ref_logprobs, mask))
+    # The log has k3, whatever the estimator in the loss.
     logged_kl = k3(jax.lax.stop_gradient(logprobs), ref)
     if beta:
       correction = token_ratio(logprobs, old, mask) if kl_correction else 1.0
       per_token += beta * correction * kl(logprobs, ref)
+  # Corrections weight both terms: each is an expectation over samples.
   if is_weights is not None:
     per_token *= jax.lax.stop_gradient(is_weights)
+  # Selecting instead of multiplying keeps nan on padding out of the sum.
   loss = jnp.sum(weights * jnp.where(mask, per_token, 0.0))
   aux = {"ratio": ratios, "kl": logged_kl} | surrogate_aux
   return loss, jax.tree.map(jax.lax.stop_gradient, aux)

@@ -68,6 +68,7 @@ def adapt(
     return None
   step = objective.entropy_coef_delta
   most = objective.entropy_coef_max
+  # The entropy in this update moves the coefficient of the next one.
   move = jnp.where(entropy <= objective.entropy_target, step, -step)
   moved = jnp.clip(control.coefficient + move, 0.0, most)
   return EntropyControl(
@@ -100,6 +101,7 @@ def highest_entropy(
   last of them (arXiv 2506.01939, equation 5, with share 0.2). Outside the mask
   the entropy may be anything, and the result is False.
   """
+  # Descending: first the n tokens of the mask, then -inf for padding.
   falling = -jnp.sort(jnp.where(mask, -entropy, jnp.inf).ravel())
   last = jnp.floor(share * (jnp.sum(mask) - 1).astype(jnp.float32))
   # Without any token the threshold is the padding's.

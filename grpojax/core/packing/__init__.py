@@ -128,9 +128,11 @@ def split(
     return _split_packed(prompts, samples, packing)
   of_prompts, of_groups = cuts(b, g, count)
 
+  # Sample s of a group goes to its part s mod of_groups.
   def split_groups(x):
     x = split_rows(x, of_prompts)
     x = x.reshape(*x.shape[:2], -1, of_groups, *x.shape[3:])
+    # [of_prompts, U, G / of_groups, of_groups, ...]: parts of groups go first.
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(-1, *x.shape[2:])
 
@@ -155,6 +157,7 @@ def _split_packed(prompts, samples, packing: Packing):
     return x.reshape(bundles, splits, u, *x.shape[2:])
 
   def to_micro_batches(x):  # -> [micro-batches, bundles of each * U, ...]
+    # [count, bundles of each, splits, U, ...] before the axes are swapped.
     x = jnp.swapaxes(split_rows(x, count), 1, 2)
     return x.reshape(packing.micro_batches(), -1, *x.shape[4:])
 
@@ -179,6 +182,7 @@ def join(
   (b, g) = shape
   (_, u, samples, *of_sample) = values.shape
   if packing is None:
+    # Row r was dealt to part r mod parts, so parts vary fastest in the result.
     x = values.reshape(b // u, g // samples, u, samples, *of_sample)
     return jnp.moveaxis(x, (2, 0, 3, 1), range(4)).reshape(b, g, *of_sample)
   bundles, splits, u = packing.prompt_of_copy.shape
@@ -186,5 +190,6 @@ def join(
   x = values.reshape(-1, splits, packing.rows.sizes.bundles, u, g, *of_sample)
   x = jnp.moveaxis(x, 2, 0).reshape(bundles, splits * u, g, *of_sample)
   index = packing.copy_of_sample.reshape(bundles, -1, g, *[1] * len(of_sample))
+  # Samples without a row have an index out of range.
   x = jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
   return x.reshape(b, g, *of_sample)

@@ -47,10 +47,12 @@ def find_tokens(
 ) -> TokenIndex:
   """Indexes the real tokens of padded rows; drops tokens beyond N = size."""
   real = _constrain_rows(real.reshape(devices, -1))
+  # A real token's number is the count of real places before it.
   count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
   token_of_place = jnp.where(real & (count <= size), count - 1, size)
   # The place of token n is the first at which more than n tokens are counted.
   find = lambda count: jnp.searchsorted(count, jnp.arange(size), side="right")
+  # Unused tokens find n, past all places.
   return TokenIndex(token_of_place, jax.vmap(find)(count).astype(jnp.int32))
 
 
@@ -105,6 +107,7 @@ def _repeat(x, index):
 
 def _repeat_backward(residuals, gradient):
   index, count = residuals
+  # One-hot matrices [C, n, count]: entry u gets all gradients with index u.
   chosen = index[..., None] == jnp.arange(count)
   flat = gradient.reshape(*index.shape, -1)
   total = jnp.einsum(
@@ -141,6 +144,7 @@ class FlatTokens(NamedTuple):
     """Repeats values of prompts for each token of their rows."""
     devices, rows = self.prompt_of_row.shape
     width = self.rows.token_of_place.shape[1] // rows
+    # Unused tokens have a place past the last row: any row will do for them.
     row = jnp.minimum(self.rows.place_of_token // width, rows - 1)
     prompt_of_token = jnp.take_along_axis(self.prompt_of_row, row, axis=1)
     tokens = _repeat(by_device(x, devices), prompt_of_token)

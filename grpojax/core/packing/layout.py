@@ -25,6 +25,7 @@ def size_of(most: int, steps: int) -> int:
   3, 4, 6, 8, 12, 16, 24, ... More steps mean less padding, but more programs.
   """
   most = max(most, 1)
+  # Sizes between 2**k and 2**(k + 1) are multiples of 2**k / steps.
   step = 2 ** max(0, (most - 1).bit_length() - steps.bit_length())
   return step * -(-most // step)
 
@@ -39,8 +40,10 @@ def first_fit(
   """
   prompts = np.arange(len(lengths))
   rows, starts, used = (np.zeros(lengths.shape, np.int32) for _ in range(3))
+  # The next longest sample of every prompt at once: `sample` is [B].
   for sample in np.argsort(-lengths, axis=-1, kind="stable").T:
     length = lengths[prompts, sample]
+    # argmax of booleans is the first row with room.
     row = np.argmax(used + length[:, None] <= width, axis=-1)
     rows[prompts, sample], starts[prompts, sample] = row, used[prompts, row]
     used[prompts, row] += length
@@ -73,6 +76,7 @@ def _spread(batch: _Batch, width: int, splits: int) -> _Spread:
   b, g = batch.lengths.shape
   row_of_sample, start_of_sample = first_fit(batch.lengths, width)
   tokens = np.zeros((b, g), np.int64)
+  # `tokens[...] += lengths` would count one sample of each row only.
   np.add.at(tokens, (np.arange(b)[:, None], row_of_sample), batch.lengths)
   tokens = tokens.reshape(batch.bundles, -1)
   # Splits divide the bundle's tokens equally; a row goes to the split of its
@@ -82,6 +86,7 @@ def _spread(batch: _Batch, width: int, splits: int) -> _Spread:
   split = np.minimum(split, splits - 1)
   has_row = split[:, None] == np.arange(splits)[:, None]
   has_row &= (tokens > 0)[:, None]  # [bundles, splits, rows]
+  # A row's place is the number of rows before it in its split.
   place = np.sum(np.where(has_row, np.cumsum(has_row, axis=2) - 1, 0), axis=1)
   has_prompt = has_row.reshape(batch.bundles, splits, -1, g).any(axis=-1)
   return _Spread(
@@ -109,6 +114,7 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
   index = np.arange(batch.bundles)[:, None], spread.split_of_row
   np.add.at(tokens_of_split, index, spread.tokens_of_row)
   np.add.at(rows_of_split, index, spread.tokens_of_row > 0)
+  # Any bundles may meet in a micro-batch, so the largest must fit together.
   largest = lambda sizes: int(np.sort(sizes, axis=None)[-bundles:].sum())
   tokens = size_of(largest(tokens_of_split), 2)
   # K is such that rows are 4/5, 2/3 or 1/2 full: K follows from the tokens and
@@ -116,6 +122,7 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
   most = max(1, int(rows_of_split.max()))
   counts = (-(-tokens * k // (4 * width * bundles)) for k in (5, 6, 8))
   rows = next((n for n in counts if n >= most), size_of(most, 2))
+  # An equal share of the samples: more rows are not needed in most splits.
   samples = batch.lengths.size // (batch.bundles * splits)
   copies = size_of(int(spread.has_prompt.sum(axis=-1).max()), 1)
   copies = min(copies, prompts)
@@ -176,6 +183,7 @@ def _cheapest(
       if cost < lowest:
         cheapest = (shape, spread)
         lowest = cost
+      # The first way that fits has the fewest micro-batches.
       break
   return cheapest
 
@@ -210,6 +218,7 @@ def _packing(
   length = lengths[prompt, sample]
   start = spread.start_of_sample[prompt, sample]
   index = np.repeat(np.arange(len(length)), length)
+  # Tokens are listed sample by sample: `before` counts those of earlier ones.
   before = np.cumsum(length) - length
   position = np.arange(len(index)) - before[index]
   at = bundle[index], split[index], place[index], start[index] + position
@@ -249,6 +258,7 @@ def plan(
   counts = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
   if minibatches == 1:
     bundles = devices
+    # A device's prompts are one bundle, so only its rows are divided.
     ways = [(n, 1) for n in counts]
   else:  # divide the prompts first, and their rows if there are too few prompts
     bundles = b
@@ -256,6 +266,7 @@ def plan(
     of_prompts = {n: math.gcd(n, on_device) for n in counts}
     ways = [(n // of_prompts[n], on_device // of_prompts[n]) for n in counts]
   batch = _Batch(lengths, length, prompts, prompt_length, bundles)
+  # On each device a micro-batch may be as large as an unpacked one.
   parts = minibatches * micro_batches
   tokens = b * (prompt_length + g * length)
   cheapest = _cheapest(batch, ways, largest=tokens / (devices * parts))

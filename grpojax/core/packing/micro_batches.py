@@ -18,6 +18,7 @@ def cuts(prompts: int, group_size: int, micro_batches: int) -> tuple[int, int]:
   """
   shards = row_shards(jax.sharding.get_abstract_mesh())
   on_device = prompts // shards if prompts % shards == 0 else prompts
+  # First with prompts of all devices in each part; if that fails, without.
   for rows in (on_device, prompts):
     of_prompts = math.gcd(micro_batches, rows)
     of_groups = micro_batches // of_prompts

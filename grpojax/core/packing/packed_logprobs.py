@@ -21,6 +21,7 @@ def _pack(
   """Puts the samples' tokens into rows; padding has arbitrary values."""
   more = values.shape[3:]
   samples = values.reshape(rows.sizes.devices, -1, *more)
+  # A device's samples are one axis of tokens; padding (-1) reads any of them.
   x = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(samples, addresses)
   return x.reshape(-1, 1, rows.sample_of_token.shape[-1], *more)
 
@@ -33,6 +34,7 @@ def _unpack(
   """Puts tokens into their samples [U, G, T]; 0 on padding."""
   size = math.prod(shape) // len(values)
   more = values.shape[2:]
+  # -1 would be the last token; `size` is out of range and dropped.
   addresses = jnp.where(addresses < 0, size, addresses)
   zeros = jnp.zeros((size, *more), values.dtype)
   put = lambda x, at: zeros.at[at].set(x, mode="drop")
@@ -47,6 +49,7 @@ def _mask_idle_prompts(
   prompt_of_row = by_device(rows.prompt_of_row, devices)
   real = by_device(jnp.any(rows.sample_of_token >= 0, axis=-1), devices)
   prompts = by_device(prompt_mask, devices)
+  # [devices, U, rows]: a prompt stays if a row of it has a token.
   is_its_row = prompt_of_row[:, None] == jnp.arange(prompts.shape[1])[:, None]
   prompts &= jnp.any(is_its_row & real[:, None], axis=-1, keepdims=True)
   return prompts.reshape(prompt_mask.shape)
@@ -82,6 +85,7 @@ def completion_logprobs(
   segments = rows.prompt_of_row[:, None, None] * g + sample
   addresses = jnp.where(sample < 0, -1, segments * t + position)
   addresses = addresses.reshape(sizes.devices, -1)
+  # Pack all arrays of tokens.
   row_ids = _pack(ids, addresses, rows)
   if load_weights is not None:
     of_prompts, of_tokens = load_weights
@@ -92,6 +96,7 @@ def completion_logprobs(
   if reference is not None:
     ref_hidden = _pack(reference.hidden, addresses, rows)
     reference = reference._replace(hidden=ref_hidden)
+  # Copies that fill up a split must not take the room of other prompts.
   prompt_mask = _mask_idle_prompts(prompt_mask, rows)
   # If prompt tokens do not fit, results are NaN instead of silently wrong.
   on_device = prompt_mask.reshape(sizes.devices, -1)
@@ -111,6 +116,7 @@ def completion_logprobs(
   else:
     # Flat tokens of a device share one array, so segments count its samples.
     segments = jnp.where(sample < 0, -1, segments)
+    # Results are flat, too, so the addresses of rows become those of tokens.
     addresses = jnp.take_along_axis(
       addresses, flat.rows.place_of_token, axis=1, mode="fill", fill_value=-1
     )
@@ -120,6 +126,7 @@ def completion_logprobs(
     lm, params, *prompts, row_ids, load_weights, **options
   )
 
+  # Unpack the results, from rows or flat tokens; the load has no token axis.
   def of_samples(x):
     x = x.reshape(*addresses.shape, *x.shape[3:])
     x = jnp.where(fits.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
