@@ -64,8 +64,8 @@ class LossTerms:
     """
     terms = copy.copy(self)
     try:
-      # Tracing the head detects parameters of another model.
       terms.reference = ref_lm, ref_params = lm.prepared(params, longest=None)
+      # Tracing the head detects parameters of another model.
       jax.eval_shape(ref_lm.unembed, ref_params, hidden)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
       raise ValueError(

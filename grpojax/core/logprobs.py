@@ -144,6 +144,7 @@ def _kl_and_terms(logits, ref_logits):
     for x in (logits, ref_logits)
   )
   log_p = logits - lse
+  # The reference's ids from V on only count in its normalizer.
   log_ratio = log_p - (ref_logits - ref_lse)[..., : logits.shape[-1]]
   p = jnp.exp(log_p)
   kl = jnp.einsum("...v,...v->...", p, log_ratio, precision="highest")

@@ -127,6 +127,7 @@ def _apply(tx, state: TrainState, grads, max_grad_norm: float):
   Clips gradients in float32 or better, then casts them as the parameters.
   """
   norm = optax.tree.norm(grads)
+  # A single nan or inf makes the norm nonfinite.
   finite = jnp.isfinite(norm)
   if max_grad_norm < math.inf:
     # The floor avoids a division by 0.

@@ -283,7 +283,8 @@ def feed(
     samples.experts is not None,
     positions=positions,
   )
-  # The cache gets `lengths` tokens, too, from the turn's last token on.
+  # The cache gets the turn's last token and all new ones but the last, so as
+  # many real tokens as the row.
   real = jnp.arange(size) < lengths[..., None]
   # Place in the observation of each token of the row, [B, G, T].
   index = jnp.arange(rows.turns.shape[-1]) - samples.length[..., None]

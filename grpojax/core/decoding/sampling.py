@@ -85,7 +85,7 @@ def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
   Ranks below 2**31 are the negative floats and -0, higher ones +0 and the
   positive floats; NaNs are at both ends, beyond the infinities.
   """
-  # Positive floats ascend with their bits, negative ones descend.
+  # Positive floats ascend with their bits; negative ones descend, hence `~`.
   bits = jnp.where(rank >> 31 == 1, rank ^ jnp.uint32(1 << 31), ~rank)
   return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

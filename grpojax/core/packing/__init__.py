@@ -132,7 +132,7 @@ def split(
   def split_groups(x):
     x = split_rows(x, of_prompts)
     x = x.reshape(*x.shape[:2], -1, of_groups, *x.shape[3:])
-    # [of_prompts, U, G / of_groups, of_groups, ...]: parts of groups go first.
+    # -> [of_prompts, of_groups, U, G / of_groups, ...]
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(-1, *x.shape[2:])
 
