@@ -198,6 +198,14 @@ def test_compaction_takes_rows_of_each_device():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.int32])
+def test_experts_are_unpacked_as_packed(dtype):
+  experts = jnp.arange(2 * 3 * 4 * 5, dtype=dtype).reshape(2, 3, 4, 5)
+  words = decoding_lib._pack_experts(experts)
+  unpacked = decoding_lib.unpack_experts(words, experts[:, 0])
+  np.testing.assert_array_equal(unpacked, experts)
+
+
 def test_a_token_copies_neither_cache_nor_weights():
   """The compiled loop copies only small arrays."""
   lm = transformer(TransformerConfig(layers=2, **SHAPE))

@@ -100,10 +100,12 @@ def _pack_experts(experts: Integer[Array, "*n X"]) -> UInt32[Array, "*n W"]:
   """Packs small integers into words: a TPU cannot write a byte by itself."""
   *tokens, x = experts.shape
   in_word = 4 // experts.dtype.itemsize
-  # Pad X to whole words; the cast then merges the last axis, [*n, W, in_word].
+  # Pad X to whole words; the cast then merges the last axis, [*n, W, in_word],
+  # unless a number is a word.
   experts = jnp.pad(experts, [*[(0, 0)] * len(tokens), (0, -x % in_word)])
   experts = experts.reshape(*tokens, -1, in_word)
-  return jax.lax.bitcast_convert_type(experts, jnp.uint32)
+  words = jax.lax.bitcast_convert_type(experts, jnp.uint32)
+  return words.reshape(*tokens, -1)
 
 
 def unpack_experts(
