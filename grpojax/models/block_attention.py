@@ -95,7 +95,7 @@ def _prompt_mask(settings, queries, keys) -> tuple[Array, None]:
   """Returns the mask of a block of prompt keys, whose positions are slots."""
   index, mask = keys
   _, positions, _, local = queries
-  # [B, P] -> [B, 1, 1, P]; prompts precede all queries, so no order is needed.
+  # [B, C] -> [B, 1, 1, C]; prompts precede all queries, so no order is needed.
   mask = mask[:, None, None]
   if settings.any_local:
     slots = index * settings.block + jnp.arange(settings.block)
