@@ -56,6 +56,7 @@ def group_size(i: Instruction, devices: int) -> int:
   if i.opcode == "collective-permute":  # devices in pairs, except self-sends
     pairs = i.attribute("source_target_pairs")
     pairs = re.findall(r"\{(\d+),(\d+)\}", pairs)
+    # Devices that send to others or receive from them, each once
     return max(1, len({d for a, b in pairs if a != b for d in (a, b)}))
   text = re.search(r"\breplica_groups=(.*)", i.attributes)
   text = text[1] if text else ""
@@ -66,6 +67,7 @@ def group_size(i: Instruction, devices: int) -> int:
   if text.startswith("mesh"):
     sizes, names = re.match(r"mesh\[(.*?)\].*?\{(.*?)\}", text).groups()
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", sizes))
+    # Names of axes, and sizes of those used in part
     used = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", names)
     return math.prod(int(part or sizes[axis]) for axis, part in used)
   return devices
@@ -85,9 +87,11 @@ def _between_slices(
   if i.opcode != "send" or not kind:
     return None
   slices = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', i.attributes)
+  # A pair of devices, unless slices are listed
   size = slices[1].count(",") + 1 if slices else 2
   kind = kind[1].lower().replace("_", "-")
   array = sum(s.bytes for s in inside.shapes(i.operands[:1]))
+  # A gathered result has the arrays of all slices.
   sent = _sent(kind, array, size * array, size)
   return caller._replace(
     kind=kind + BETWEEN, bytes=sent, group_size=size, asynchronous=True
@@ -99,6 +103,7 @@ def _is_sliced(inside: Computation, name: str) -> bool:
   users = [i for i in inside.instructions.values() if name in i.operands]
   passed_on = ("bitcast", "reshape", "get-tuple-element")
   return bool(users) and all(
+    # Each user slices it, directly or after a change of shape.
     i.opcode == "dynamic-slice"
     or (i.opcode in passed_on and _is_sliced(inside, i.name))
     for i in users
@@ -126,6 +131,7 @@ def find(
     chain = re.search(r'chain_id="(\d+)"', i.attributes)
     if chain:
       c = c._replace(asynchronous=True)
+      # Later parts of a chain repeat the collective under the same ids.
       key = f"{chain[1]} {i.attribute('channel_id')}"
       if key in seen:
         repeated.add(i.name)

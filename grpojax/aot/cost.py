@@ -90,6 +90,7 @@ def _loop(
   counted = trips.trip_count(walk.module, computation, loop, walk.constants)
   count = counted.most
   in_token_loop = walk.in_token_loop
+  # Only token loops can end before their counter does.
   if not counted.exact:
     walk.token_loops.append(loop.op_name)
     if count is None:
@@ -112,6 +113,7 @@ def _instruction(
   inside = memory.contents(walk.module, computation, i)
   runs = {"trips": walk.trips, "in_token_loop": walk.in_token_loop}
   runs |= {"name": i.name, "op_name": i.op_name or walk.op_name}
+  # Entries that all collectives of this instruction share
   starts = i.opcode.endswith("-start")
   caller = Collective("", 0, group_size=1, asynchronous=starts, **runs)
   sent, repeated = collectives.find(walk.module, inside, caller, walk.chains)

@@ -31,6 +31,8 @@ class _Dimension(NamedTuple):
 def _window(i: Instruction) -> list[_Dimension]:
   """Returns the dimensions of window={size=2x4 pad=0_0x1_1 ...}."""
   words = re.findall(r"(\w+)=([\w\-]+)", i.attribute("window"))
+  # One list per key, with a number per dimension: {"size": [2, 4], ...}
+  # "0_1" is padding in front and behind.
   columns = {
     key: [int(number.split("_")[0]) for number in values.split("x")]
     for key, values in words
@@ -47,10 +49,12 @@ def _valid_positions(window: _Dimension, length: int, out: int) -> int:
   As in XLA's HloCostAnalysis::HandleConvolution, without padding and holes.
   """
   base = window.lhs_dilate
+  # Input position of each output's first window element
   reached = np.arange(out) * window.stride - window.pad
   count = 0
   for k in range(window.size):
     at = reached + k * window.rhs_dilate
+    # Skips holes of a dilated input, and padding at both ends.
     count += int(np.sum((at % base == 0) & (at >= 0) & (at < length * base)))
   return count
 
@@ -58,6 +62,7 @@ def _valid_positions(window: _Dimension, length: int, out: int) -> int:
 def _convolution(i: Instruction, inside: Computation) -> int:
   """Counts a convolution; on TPU dots are convolutions with batch windows."""
   operands, _, out_names = i.attribute("dim_labels").partition("->")
+  # b: batch, i and o: input and output features, digits: window dimensions
   lhs, rhs = (
     dict(zip(names, _dims(i, inside, n), strict=True))
     for n, names in enumerate(operands.split("_"))
@@ -80,7 +85,9 @@ def _dot(i: Instruction, inside: Computation) -> int:
   lhs = _dims(i, inside, 0)
   result = i.shapes[0]
   contracted = i.integers("lhs_contracting_dims")
+  # Each element of the result sums over the contracted dimensions.
   flops = 2 * result.elements * math.prod(lhs[d] for d in contracted)
+  # In the gradient of the matrices a row adds to its own group only.
   if set(i.integers("lhs_ragged_dims")) & set(contracted):
     return flops // result.dims[0]
   return flops
@@ -98,7 +105,9 @@ def _custom_call(i: Instruction, inside: Computation) -> int:
     return 2 * math.prod(_dims(i, inside, -2)) * result.dims[-1]
   if re.search("matmul|gemm", target, re.IGNORECASE):
     rows = result.elements // result.dims[-1]  # of all batches
+    # lhs elements / rows = size of the contracted dimension
     return 2 * result.elements * (math.prod(_dims(i, inside, 0)) // rows)
+  # Triton kernels of `flash_kernels` have the count in their name.
   named = re.search(r"_flops_(\d+)", i.op_name)
   return int(named[1]) if named else 0
 

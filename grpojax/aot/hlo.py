@@ -38,8 +38,10 @@ class Shape(NamedTuple):
   def padded_bytes(self) -> int:
     """Bytes with the padding of a tiled layout."""
     sizes = list(self.dims)
+    # Each tile covers the innermost dimensions; whole tiles are stored.
     for dim, tile in self.tiles:
       sizes[dim] = -(-sizes[dim] // tile) * tile
+    # Bits are the first number: 16 of "bf16", 8 of "f8e4m3fn"; 0 of "token".
     width = re.match(r"(?:bf|f|s|u|c)(\d+)", self.dtype)
     bits = int(width[1]) if width else 8 * (self.dtype == "pred")
     return math.ceil(math.prod(sizes) * bits / 8)
@@ -60,6 +62,7 @@ class Instruction(NamedTuple):
 
   def attribute(self, key: str) -> str:
     """Text of an attribute ("window", "dim_labels", ...); "" if missing."""
+    # A value is {{..}}, {..} or [..] with commas, or ends at a comma or blank.
     value = r"(\{\{.*?\}\}|\{[^}]*\}|\[[^\]]*\]|[^,\s]*)"
     match = re.search(rf"(?:^|, ){key}={value}", self.attributes)
     return match[1] if match else ""
@@ -107,14 +110,18 @@ class Module(NamedTuple):
     return self.computations[dict(instruction.called)[key]]
 
 
+# bf16[8,<=128]{1,0:T(8,128)}: dtype, dimensions, layout
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
+# ROOT %add.3 = f32[8]{0} add(%a, %b): root, name, shapes, opcode, literal
 _START = re.compile(
   r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ?([a-z][\w\-]*)\(([^)]*)\)"
 )
+# body=%region_1 or branch_computations={%a, %b}
 _CALLED = re.compile(
   r"\b(calls|to_apply|body|condition|branch_computations|called_computations"
   r"|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+# ENTRY %main.5 (x: f32[8]) -> f32[8] {
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{\s*$")
 
 
@@ -126,6 +133,8 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     sizes = tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip())
     space = re.search(r"S\((\d+)\)", layout)
     tiles = ()
+    # {1,0:T(8,128)} lists dimensions from the innermost, a tile from the
+    # outermost; further tiles, T(8,128)(2,1), only pack 16-bit elements.
     if tiled := re.match(r"\{([\d,]+):T\(([\d,]+)\)", layout):
       inner_first = map(int, tiled[1].split(","))
       tile = reversed([int(size) for size in tiled[2].split(",")])
@@ -136,6 +145,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 def parse_instruction(line: str) -> Instruction | None:
   """Parses an instruction; None for other lines."""
+  # XLA comments long tuples: /*index=5*/.
   line = re.sub(r"/\*.*?\*/", "", line)
   start = _START.match(line)
   if not start:
@@ -143,6 +153,7 @@ def parse_instruction(line: str) -> Instruction | None:
   root, name, shapes, opcode, literal = start.groups()
   attributes = line[start.end() :]
   op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes)
+  # Metadata may quote source text that looks like a call.
   called = _CALLED.findall(attributes.split(", metadata=")[0])
   return Instruction(
     name=name,
@@ -170,6 +181,7 @@ def parse(text: str) -> Module:
   for line in text.splitlines():
     if line.startswith("}"):
       current = None
+    # Only headers of computations are not indented.
     elif not line.startswith(" ") and (header := _HEADER.match(line)):
       current = {}
       computations[header[2]] = Computation(current)

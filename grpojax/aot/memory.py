@@ -55,8 +55,10 @@ def _renamed(
     if i.opcode == "fusion":
       inner = module.called(i, "calls")
       arguments = zip(inner.parameters, operands, strict=True)
+      # The caller of the inner fusion names its parameters.
       within = {p.name: operand for p, operand in arguments}
       instructions += _renamed(module, inner, f"{prefix}{i.name}/", within)
+      # After the call, `within` has the new name of the inner root: its value.
       names[i.name] = within[inner.root.name]
     else:
       names[i.name] = prefix + i.name
@@ -73,6 +75,7 @@ def result(inputs: Iterable[Instruction], i: Instruction) -> tuple[Shape, ...]:
   if i.opcode == "copy-start":
     return i.shapes[:1]
   if i.opcode.endswith("-start"):
+    # Results follow the operands; without them the shape is the result's.
     return i.shapes[sum(len(x.shapes) for x in inputs) :] or i.shapes
   return i.shapes
 
@@ -112,10 +115,12 @@ def _hbm(shapes: Iterable[Shape]) -> int:
 
 def _update_bytes(inside: Computation, i: Instruction, target: Shape) -> int:
   """Returns the bytes moved by an update in place, in whole rows of lanes."""
+  # dynamic-update-slice(array, update, ...), scatter(array, indices, update)
   operand = i.operands[1 if i.opcode == "dynamic-update-slice" else -1]
   part = inside.instructions[operand].shapes[0]
   if len(part.dims) != len(target.dims):  # only of a scatter
     return part.bytes
+  # Only the inner dimension counts: tiles hold whole rows of lanes.
   lanes = part._replace(tiles=target.tiles[:1]).padded_bytes
   return lanes if lanes == part.bytes else 2 * lanes
 
@@ -142,16 +147,20 @@ def _read_elements(
   """Counts the elements read from an array; inf means the whole array."""
   total = 0
   for user, position in users[i.name]:
+    # Position 0 is the array; others are indices or updates.
     if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
       total += user.shapes[0].elements
     elif user.opcode in _IN_PLACE and position == 0:
+      # An update in place reads nothing of the array, any other all of it.
       if not exact or user.name not in in_place:
         return math.inf
     elif user.opcode in _MAPPED and not user.is_root:
+      # Elements of the array itself, so an update of it may be in place.
       same = exact and user.opcode in _VIEWS
       total += _read_elements(users, user, in_place, same)
     elif user.opcode == "custom-call" and is_free(user):
       continue
+    # The result's tuple reads nothing; other users read the whole array.
     elif user.opcode != "tuple" or not user.is_root:
       return math.inf
   return total
@@ -167,22 +176,26 @@ def hbm_bytes(
   """
   parameters = inside.parameters
   root = inside.root
+  # A kernel reads one layer of a stack of matrices, its largest parameter.
   if stack := root.number(rf"{ONE_OF}(\d+).*custom_call_config"):
     # An upper bound, as experts without tokens are not read.
     matrices = max(parameters, key=lambda p: p.shapes[0].elements)
     size = _hbm(matrices.shapes)
     whole = sum(_hbm(p.shapes) for p in parameters) + _hbm(shapes)
     return whole - (size - size // stack)
+  # Kernels state their bytes.
   stated = root.number(r'"bytes_accessed":"(\d+)"')
   if stated is not None:
     return stated
   results = _results(inside)
   in_place = frozenset(i.name for i in results if i.opcode in _IN_PLACE)
+  # Users of each value, with their operand's position
   users = collections.defaultdict(list)
   for i in inside.instructions.values():
     if i.name not in skipped:
       for position, name in enumerate(i.operands):
         users[name].append((i, position))
+  # Reads: the used share of each parameter
   total = 0
   for p in parameters:
     whole = max(sum(s.elements for s in p.shapes), 1)
@@ -191,6 +204,7 @@ def hbm_bytes(
   if len(results) != len(shapes):  # a single result that is a tuple
     # The start of a collective also returns its operand.
     return total + _hbm(shapes[len(parameters) if is_free(root) else 0 :])
+  # Writes: whole results, or the updates of results in place
   for shape, i in zip(shapes, results, strict=True):
     if shape.memory_space == 0 and i.name not in skipped and not is_free(i):
       updates = i.name in in_place

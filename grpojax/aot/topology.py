@@ -74,6 +74,7 @@ def parse(name: str) -> tuple[str, int]:
   "v5e:4x4*2" are two slices of 16. ValueError for an unknown chip or shape.
   """
   chip, _, shape = name.partition(":")
+  # CPUs and GPUs have a number, v5e and v6e a 2D mesh, other TPUs a 3D one.
   flat = dict.fromkeys(("cpu", *_GPUS), 1)
   axes = ({"v5e": 2, "v6e": 2} | flat).get(chip, 3)
   number = "[1-9][0-9]*"

@@ -36,8 +36,10 @@ def _values(
     operands = tuple(functools.partial(value, n) for n in i.operands)
     match i.opcode:
       case "parameter" if arguments:
+        # A fusion's parameters are its caller's operands.
         return arguments[int(i.literal)](index)
       case "parameter":
+        # A loop's only parameter is its state, a tuple.
         return state.get(index)
       case "constant":
         return int(i.literal) if re.fullmatch(r"-?\d+", i.literal) else None
@@ -51,6 +53,7 @@ def _values(
         inner = module.called(i, "calls")
         return _values(module, inner, {}, operands)(inner.root.name, index)
       case "and" if i.shapes[0].dtype == "pred":
+        # A false part decides; otherwise an unknown part makes it unknown.
         known = [operand() for operand in operands]
         return 0 if 0 in known else None if None in known else 1
       case "compare" | "add" | "subtract":
@@ -91,12 +94,15 @@ def trip_count(
     values = {k: value(body.root.operands[k]) for k in state}
     return {k: v for k, v in values.items() if v is not None}
 
+  # Elements of the initial state that are known
   around = _values(module, computation, outer)
   start = {
     index: value
     for index in range(len(body.root.operands))
     if (value := around(loop.operands[0], index)) is not None
   }
+  # Assume that all of these are constant, and drop those that an iteration
+  # changes or makes unknown, until none is dropped.
   constants = start
   last = None
   while constants != last:
@@ -106,6 +112,7 @@ def trip_count(
   known = loop.number(_KNOWN)
   if known is not None:
     return Trips(known, True, constants)
+  # Follow the state until the condition is false
   state = start
   exact = True
   count = 0
@@ -113,6 +120,7 @@ def trip_count(
     continues = _values(module, condition, state)(condition.root.name)
     if continues == 0:
       return Trips(count, exact, constants)
+    # Unknown: the loop may end here, so the count is an upper bound.
     exact = exact and continues is not None
     later = after(state)
     if later == state:  # the known elements cannot end the loop

@@ -86,6 +86,7 @@ def _query_scales(
 ) -> Float[Array, "B G k r 1 C"]:
   """Returns each query's scales; several heads may share a row of keys."""
   b, g, k, r, _, c = logits.shape
+  # A row of several heads lists its queries head by head (`_side_by_side`).
   heads = scales.shape[2] // k
   scales = scales.reshape(b, g, k, heads, 1, c)
   scales = jnp.broadcast_to(scales, (b, g, k, heads, r // heads, c))
@@ -105,12 +106,14 @@ def _attend(
   matter. A query without visible keys gets a log-sum-exp near `NEGATIVE`.
   `axes` are q's letters.
   """
+  # Logits have the letter of the keys' slots in the place of channels.
   (slot,) = set(parts[0].axes[0]) - set(axes)
   logits_axes = axes.replace("e", slot)
 
   def logits_of(part):
     product = f"{axes},{part.axes[0]}->{logits_axes}"
     logits = cpu.float32_einsum(product, q, part.keys.astype(q.dtype))
+    # A key's scale is the same for all its channels: it scales the logit.
     if part.key_scales is not None:
       logits = logits * _query_scales(part.key_scales, logits)
     return jnp.where(part.mask, soft_cap(logits * scale, cap), NEGATIVE)
@@ -131,6 +134,7 @@ def _attend(
 
   def out_of(weights, part):
     product = f"{logits_axes},{part.axes[1]}->{axes}"
+    # A value's scale belongs to its slot, so the weight is multiplied by it.
     if part.value_scales is not None:
       weights = weights * _query_scales(part.value_scales, weights)
     weights = rounded(weights, q.dtype)
@@ -155,6 +159,7 @@ def _attend_prompt(q, prompt, mask, scale, cap, unit):
   part = _Keys(keys, values, mask, (cpu.without(cache.PROMPT_AXES, unit),) * 2)
   if "g" not in axes or "k" not in axes:
     return _attend(q, [part], scale, cap, axes)
+  # [B, G, K, R, S, E] x [B, K, P, E] is batched over B and K, so these lead.
   swap = lambda x: jnp.swapaxes(x, axes.index("g"), axes.index("k"))
   out, lse = _attend(swap(q), [part], scale, cap, axes)
   return swap(out), swap(lse)
@@ -172,6 +177,7 @@ def _side_by_side(
   """
   b, g, k, r, s, e = q.shape
   q = q.reshape(b, g, k // heads, heads, r, s, e)
+  # Head i of a row fills the channels from i E on.
   wide = [
     jnp.pad(q[:, :, :, i], [(0, 0)] * 5 + [(i * e, (heads - 1 - i) * e)])
     for i in range(heads)
@@ -185,6 +191,8 @@ def _apart(out: Float[Array, "B G k r S e"], heads: int) -> Array:
   r = r // heads
   e = e // heads
   part = lambda i, size: slice(i * size, (i + 1) * size)
+  # Rows and channels of head i: the products with other heads' values are
+  # left out.
   outputs = [out[:, :, :, part(i, r), :, part(i, e)] for i in range(heads)]
   return jnp.stack(outputs, axis=3).reshape(b, g, k * heads, r, s, e)
 
@@ -215,9 +223,12 @@ def two_part_attention(
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   shape = q.shape
+  # Squeezing makes gradients faster (`cpu`), and decoding has none.
   unit = "" if slots else cpu.unit_axes(shape[:4], _QUERY_AXES[:4])
   together = 1
   parts = []
+  # The cache has n heads in a row of slots, so queries and the row get the same
+  # layout.
   if slots:
     together = q.shape[2] // slots[0].keys.shape[2]
     masks = cache.split(slot_mask, slots)
@@ -234,11 +245,14 @@ def two_part_attention(
   if together > 1:
     row_q = _side_by_side(q, together)
     keys, values = (cache.side_by_side(x, together) for x in (keys, values))
+  # One softmax over the cached slots and the row itself
   parts.append(_Keys(keys, values, row_mask, (row_axes,) * 2))
   out, lse = _attend(row_q, parts, scale, cap, cpu.without(_QUERY_AXES, unit))
   if together > 1:
     out = _apart(out, together)
+    # [B, G, K/n, n R, S] lists heads in the same order as [B, G, K, R, S].
     lse = lse.reshape(*q.shape[:-1], 1)
+  # A second softmax over the prompt, merged with the first
   if prompt is not None:
     prompt_out, prompt_lse = _attend_prompt(
       q, prompt, prompt_mask, scale, cap, unit

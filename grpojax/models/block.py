@@ -106,15 +106,19 @@ def _masks(
     near = near if local is True else near | ~local
     return near[:, :, None, None]
 
+  # Row: [S, S] or [B, G, 1, 1, S, S]. Positions are consecutive in a segment,
+  # so the window is a number of tokens.
   near = in_window(context.positions)
   row = jnp.broadcast_to(row, near.shape) & near
   if slots is not None:
+    # Slots: [C] or [B, G, 1, 1, 1, C] -> [B, G, 1, 1, S, C].
     near = in_window(context.slot_positions)
     slots = jnp.broadcast_to(slots, near.shape) & near
   if prompt is not None:
     # Prompts are padded on the right, so a token's position is its slot.
     slot = jnp.arange(prompt.shape[-1])[None, None]
     near = in_window(slot)[:, :, 0, 0]
+    # [B, P] -> [B, G, S, P]: each query has its own window.
     prompt = prompt[:, None, None] & near
   return row, slots, prompt
 
@@ -145,6 +149,7 @@ def _heads(
   if c.qk_norm:
     q = norm(q, layer["q_norm"])
     k = norm(k, layer["k_norm"])
+  # Rotated in float32, then rounded to the dtype of products.
   q, k = (rotate(x, table).astype(y.dtype) for x in (q, k))
   return Heads(q, k, v.astype(y.dtype))
 
@@ -180,6 +185,7 @@ def attend(
       q, row, row_mask, prompt, prompt_mask, **cached, **scaling
     )
   out = constrain(out, "batch", "group", "kv_heads", "query_heads")
+  # Join the heads again: [B, G, S, K R E].
   return out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1), row
 
 
@@ -213,6 +219,7 @@ def layer_of(
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
+  # Attention
   dtype = quantization.dtype_of(layer, "q")
   y = norm(x, layer["attn_norm"]).astype(dtype)
   out, aux = attention(_heads(c, y, layer, table))
@@ -225,9 +232,11 @@ def layer_of(
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   x = checkpoint_name(x, SAVED)
+  # MLP or experts
   y = norm(x, layer["mlp_norm"])
   load = experts = None
   if c.experts:
+    # Rollouts compute no load.
     weights = routing.load_weights
     if weights is not None:
       load = expert_load(y, layer["router"], c.experts_per_token, weights)
@@ -270,7 +279,9 @@ def block_of_both(
 ]:
   """Applies a decoder layer to prompts (groups of size 1) and completions."""
   run = functools.partial(block, config, row_attention=row_attention)
+  # The completions read the prompts' keys and values of the same layer.
   prompts, row, routed = run(x[0], layer, local, contexts[0], None, None)
   prompt = cache.of_prompt(row)
   x, _, more = run(x[1], layer, local, contexts[1], prompt, None)
+  # A token of either array counts in the load; None without weights.
   return (prompts, x), jax.tree.map(jnp.add, routed.load, more.load)

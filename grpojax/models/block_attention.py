@@ -78,13 +78,16 @@ def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
   apart = (query_index - index) * block  # slots from first key to first query
   slot = jnp.arange(block)
   mask = apart + slot[:, None] >= slot
+  # A block of later keys only is skipped.
   seen = apart >= 0
   if segments is not None:
     mask &= query_segments[..., None] == segments[..., None, :]
   if settings.any_local:
     mask &= _in_window(settings, query_positions, local, positions)
+    # The closest pair is the first query and the last key of the blocks.
     reached = apart - block + 1 < settings.window
     seen &= reached | ~jnp.asarray(local)
+  # Broadcast over heads: [B, G, 1, 1, S, C].
   return mask if mask.ndim == 2 else mask[:, :, None, None], seen
 
 
@@ -92,6 +95,7 @@ def _prompt_mask(settings, queries, keys) -> tuple[Array, None]:
   """Returns the mask of a block of prompt keys, whose positions are slots."""
   index, mask = keys
   _, positions, _, local = queries
+  # [B, C] -> [B, 1, 1, C]; prompts precede all queries, so no order is needed.
   mask = mask[:, None, None]
   if settings.any_local:
     slots = index * settings.block + jnp.arange(settings.block)
@@ -123,6 +127,7 @@ def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
   keys, values = blocks(row, ROW_AXES, "c")
   tokens = visibility.positions, visibility.segments
   positions, segments = blocks(tokens, "bgc", "c")
+  # `_forward` passes a 0 that keeps the indices from being constants.
   masked_by = start + jnp.arange(len(keys)), positions, segments
   parts = [(ROW_AXES, _row_mask, (keys, values, masked_by))]
   if prompt is not None:
@@ -137,6 +142,7 @@ def _query_blocks(settings, q, visibility: Visibility):
   """Returns blocks of queries: q, and indices, positions, segments, local."""
   split = functools.partial(_split, size=settings.block)
   blocks = split(q, 4)
+  # A scan over blocks needs `local` once per block; it may be a Python bool.
   local = jnp.broadcast_to(jnp.asarray(visibility.local), len(blocks))
   index = jnp.arange(len(blocks))
   positions = split(visibility.positions, 2)
@@ -146,6 +152,7 @@ def _query_blocks(settings, q, visibility: Visibility):
 
 def _products(axes: str):
   """Returns float32 products of queries with keys, and weights with values."""
+  # As in `attention._attend`: the slots' letter replaces that of channels.
   (slot,) = set(axes) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
   return (
@@ -170,6 +177,7 @@ def _forward(settings, q, row, prompt, visibility):
   """Returns the output, float32, and log-sum-exps [B, G, K, R, S]."""
   # Without the barrier, JAX would hoist constants out of an outer loop that it
   # differentiates (over layers): the masks of all blocks at once.
+  # `local` may be a Python bool, which the barrier would turn into an array.
   local = visibility.local
   start = jnp.zeros((), jnp.int32)
   q, row, prompt, visibility, start = jax.lax.optimization_barrier(
@@ -214,6 +222,7 @@ def _forward(settings, q, row, prompt, visibility):
 
       return jax.lax.scan(step, carry, blocks)[0]
 
+    # Row and prompt share a softmax: the second part continues the sums.
     for part in parts:
       carry = add_part(carry, *part)
     top, total, out = carry
@@ -245,6 +254,7 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
     q = _laid_out(q)
     dq = _laid_out(dq).astype(jnp.float32)
     lse = lse[..., None]
+    # Sums over keys: of w d l v + w d v, and of w d l
     carry = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lse.shape, jnp.float32)
 
     def add_part(carry, part, tangent_part):
@@ -255,10 +265,12 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
         dout, dtotal = carry
         dq, dkeys, dvalues = (x.astype(q.dtype) for x in (dq, dkeys, dvalues))
         logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
+        # Product rule for q k; the cap's derivative is 1 - tanh^2.
         dlogits = logits_of(dq, keys) + logits_of(q, dkeys)
         slope = settings.scale
         if settings.cap is not None:
           slope = slope * (1 - (logits / settings.cap) ** 2)
+        # With the final log-sum-exp, weights are those of the whole softmax.
         weights = jnp.where(mask, jnp.exp(logits - lse), 0)
         dweights = weights * slope * dlogits
         dtotal += jnp.sum(dweights, axis=-1, keepdims=True)
@@ -303,6 +315,7 @@ def _attention_jvp(settings, primals, tangents):
   )
   # `along` is linear, but older versions of JAX only transpose a scan that they
   # have linearized. The value at 0 is not used.
+  # Masks and positions have no tangents.
   tangents = tangents[:3]
   _, linear = jax.linearize(along, jax.tree.map(jnp.zeros_like, tangents))
   return out.astype(primals[0].dtype), linear(tangents)

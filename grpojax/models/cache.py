@@ -106,6 +106,7 @@ def _heads_together(kv_heads: int, head_dim: int) -> int:
   count = max(LANES // head_dim, 1)
   mesh = jax.sharding.get_abstract_mesh()
   devices = free_axes(mesh).get("tensor", 1)
+  # Lanes must be full, and heads side by side must be on the same device.
   fits = count * head_dim % LANES == 0 and kv_heads % (count * devices) == 0
   return count if fits else 1
 
@@ -122,6 +123,7 @@ def side_by_side(
 ) -> Shaped[Array, "*layers B G _ S _"]:
   """Returns keys or values [.., K/n, S, n E] for n = `heads` heads per row."""
   *rows, k, s, e = x.shape
+  # [.., K/n, n, S, E] -> [.., K/n, S, n, E], and n E are merged below.
   x = x.reshape(*rows, k // heads, heads, s, e).swapaxes(-3, -2)
   return x.reshape(*rows, k // heads, s, heads * e)
 
@@ -131,6 +133,8 @@ def _map(
 ) -> Block:
   """Maps `function(axis of the slots, *arrays)` over keys, values, scales."""
   return tuple(
+    # Axes of the slots in keys, values and their scales; `map` ends with the
+    # leaves, because only 8-bit caches have scales.
     Slots(*map(function, (5, 4, 4, 4), *map(jax.tree.leaves, of_stack)))
     for of_stack in zip(*stacks, strict=True)
   )
@@ -206,6 +210,7 @@ def _roll_rows(
     b, g = shifts.shape
 
     def body(i, x):
+      # Row (i // G, i % G) in all layers: [L, 1, 1, ...]
       at = (0, i // g, i % g, *[0] * (x.ndim - 3))
       row = jax.lax.dynamic_slice(x, at, (len(x), 1, 1, *x.shape[3:]))
       row = jnp.roll(row, shifts[i // g, i % g], axis)
@@ -260,9 +265,11 @@ def write(
   copying the cache (an `optimization_barrier` has no effect there).
   """
   *before, block = cache.blocks
+  # New tokens go to the last block, whose slots start after all others.
   slot = cache.index - sum(_size(block[0]) for block in before)
   real = last[..., 0] == last[..., 0]  # [B, G, S]: False on NaN
   if block[0].key_scales is not None:
+    # (integers, scales) of keys and of values -> integers and scales of both
     pairs = (zip(*map(quantize, x), strict=True) for x in tokens)
     tokens = tuple(Slots(*integers, *scales) for integers, scales in pairs)
 
@@ -272,9 +279,12 @@ def write(
     if axis == 5:  # keys
       new = new.swapaxes(4, 5)
     # `real` [B, G, S] gets axes for heads and channels.
+    # It has no axis of layers, so its axis of tokens is `axis` - 1.
     expanded = {*range(2, new.ndim - 1)} - {axis - 1}
     mask = jnp.expand_dims(real, tuple(expanded))
     new = jnp.where(mask, new.astype(slots.dtype), 0)
+    # The kernel writes single tokens into keys and values, in whole lanes:
+    # `9 - axis` is the axis of channels, 5 of values and 4 of keys.
     by_kernel = platform == "tpu" and last.shape[2] == 1 and slots.ndim == 6
     if by_kernel and runs_kernels() and slots.shape[9 - axis] % LANES == 0:
       return _write_row(axis, slots, new, slot)
@@ -291,6 +301,7 @@ def _write_row(
   from grpojax.models import decoding_kernels  # Pallas is long to import
 
   write = decoding_kernels.write_row
+  # The kernel takes [.., C, channels], the layout of values.
   rows = lambda x: x.swapaxes(4, 5) if axis == 5 else x
   slots = rows(slots)
   new = rows(new)[..., 0, :]
@@ -306,6 +317,7 @@ def _write_row(
 def ages(cache: Cache) -> Int[Array, "C"]:
   """Returns the number of tokens after each slot, largest for empty slots."""
   size = capacity(cache)
+  # Empty slots have negative ages, which the modulus makes the largest.
   return (cache.index - 1 - jnp.arange(size)) % size
 
 

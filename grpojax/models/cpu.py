@@ -61,10 +61,12 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   `product`, b and g are prompts and samples.
   """
   x_axes, y_axes, out = product.replace("->", ",").split(",")
+  # Axes of the first factor alone, which the result keeps
   alone = "".join(axis for axis in x_axes if axis in out and axis not in y_axes)
   sizes = dict(zip(x_axes, x.shape, strict=True))
   several = sum(sizes[axis] > 1 for axis in alone) > 1
   free = _mergeable(sizes.get("b", 1), sizes.get("g", 1))
+  # Merging needs them to be adjacent, in the same order in both arrays.
   merge = several and alone in x_axes and alone in out and free
 
   def on_cpu(x, y):
@@ -72,10 +74,12 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
     y = y.astype(jnp.float32)
     if not merge:
       return jnp.einsum(product, x, y)
+    # Merge these axes of x; the merged axis takes the first one's letter.
     first = x_axes.index(alone)
     after = first + len(alone)
     merged = x.reshape(*x.shape[:first], -1, *x.shape[after:])
     z = jnp.einsum(product.replace(alone, alone[0]), merged, y)
+    # Split the merged axis of the result again.
     axis = out.index(alone)
     sizes = *z.shape[:axis], *x.shape[first:after], *z.shape[axis + 1 :]
     return z.reshape(sizes)

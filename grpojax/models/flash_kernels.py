@@ -90,6 +90,7 @@ def fits(tokens: int, width: int, dtype: DTypeLike) -> bool:
 
 def _visible(part: Part, block: int, key_block: int) -> Array:
   """Returns [N, i, j], True if query block i may see keys of block j."""
+  # The block's earliest first and latest last slot bound all its runs.
   split = lambda x: x.reshape(len(x), -1, block)
   first = jnp.min(split(part.first), axis=-1)[..., None]
   last = jnp.max(split(part.last), axis=-1)[..., None]
@@ -101,6 +102,7 @@ def _run(visible: Array) -> _Run:
   """Returns the shortest run of blocks that holds all visible blocks."""
   count = visible.shape[-1]
   any_visible = jnp.any(visible, axis=-1)
+  # `argmax` finds the first visible block, and reversed, the last one.
   begin = jnp.argmax(visible, axis=-1)
   end = count - jnp.argmax(visible[..., ::-1], axis=-1)
   end = jnp.where(any_visible, end, begin)
@@ -121,6 +123,7 @@ def _dot(x: Array, y: Array, over: tuple[int, int]) -> Array:
 def _logits(settings, keys, q, slots, first, last) -> tuple[Array, Array]:
   """Returns the logits [keys, queries] of two blocks, and their mask."""
   logits = soft_cap(_dot(keys, q, (1, 1)) * settings.scale, settings.cap)
+  # Slots of the keys, along axis 0
   slots += jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
   return logits, (first <= slots) & (slots <= last)
 
@@ -129,8 +132,10 @@ def _dlogits(settings, logits, mask, lse, values, dout, di):
   """Returns weights, and the gradient of the products q k."""
   weights = jnp.where(mask, jnp.exp(logits - lse), 0)
   slope = settings.scale
+  # The derivative of the soft cap is 1 - tanh^2.
   if settings.cap is not None:
     slope = slope * (1 - (logits / settings.cap) ** 2)
+  # Gradient of softmax: w (dw - sum of w dw), and dw = v . dout.
   return weights, weights * (_dot(values, dout, (1, 1)) - di) * slope
 
 
@@ -138,7 +143,7 @@ def _over_keys(settings, q, parts, add, carry):
   """Folds `add(carry, logits, mask, keys, values)` over all key blocks."""
   i = pl.program_id(2)
   for key_block, (run, part) in zip(settings.blocks, parts, strict=True):
-
+    # Defaults bind the loop's variables to this part.
     def step(j, carry, part=part, key_block=key_block):
       start = pl.multiple_of(j * key_block, key_block)
       block = pl.ds(start, key_block)
@@ -155,6 +160,7 @@ def _over_keys(settings, q, parts, add, carry):
 
 def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
   """Computes an online softmax, explained in `block_attention._forward`."""
+  # Everything is transposed, [.., queries], as the logits are [keys, queries].
   q = q_ref[...]
   block, width = q.shape
   carry = (
@@ -169,6 +175,7 @@ def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
     new_top = jnp.maximum(top, jnp.max(logits, axis=0, keepdims=True))
     weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
     rescale = jnp.exp(top - new_top)
+    # Rounded before the sum, so an average of equal values is exact.
     weights = weights.astype(q.dtype)
     added = jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
     total = total * rescale + added
@@ -187,6 +194,7 @@ def _queries_kernel(settings, q_ref, dout_ref, lse_ref, di_ref, parts, dq_ref):
     _, dlogits = _dlogits(settings, logits, mask, lse, values, dout, di)
     return dq + _dot(keys, dlogits.astype(q.dtype), (0, 0))
 
+  # The gradient is summed as [E, queries], like the output.
   dq = jnp.zeros(q.shape[::-1], jnp.float32)
   dq = _over_keys(settings, q, parts, add, dq)
   dq_ref[...] = dq.T.astype(dq_ref.dtype)
@@ -206,6 +214,7 @@ def _keys_kernel(
   block = settings.blocks[0]
   heads = len(q_ref)
 
+  # Adds the gradients of query block i of head r.
   def step(i, carry, r):
     dkeys, dvalues = carry
     at = pl.ds(pl.multiple_of(i * block, block), block)
@@ -222,6 +231,7 @@ def _keys_kernel(
     return dkeys, dvalues
 
   carry = (jnp.zeros(keys.shape, jnp.float32),) * 2
+  # The gradients of all query heads that read these keys are added up.
   for r in range(heads):
     head_step = functools.partial(step, r=r)
     carry = jax.lax.fori_loop(run.begin[0, j], run.end[0, j], head_step, carry)
@@ -287,6 +297,7 @@ def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
 def _flops(products: int, q: Array, parts: Sequence[Part], index: int) -> int:
   """Returns the operations of products with a part, for one segment per row."""
   keys = parts[index].keys.shape[2]
+  # A query sees half of its row on average, and all of its prompt.
   return 2 * products * q.size * (keys if index else (keys + 1) // 2)
 
 
@@ -306,9 +317,11 @@ def _over_queries(settings, kernel, products, queries, parts, out):
     return pl.BlockSpec((None, None, block, width), index)
 
   def part_specs(part):
+    # Rows per set of keys, and query heads per key head
     share = n // len(part.keys)
     ratio = heads // part.keys.shape[1]
     index = lambda n, h, i: (_div(n, share), _div(h, ratio), 0, 0)
+    # A program holds all keys of its head, and loops over their blocks.
     shape = None, None, *part.keys.shape[2:]
     keys = pl.BlockSpec(shape, index, **_buffers(settings, part.keys))
     run = pl.BlockSpec((None, 1, block), lambda n, h, i: (n, 0, i))
@@ -324,6 +337,7 @@ def _over_queries(settings, kernel, products, queries, parts, out):
   return _call(
     settings,
     kernel,
+    # Rows, query heads, query blocks
     (n, heads, size // block),
     ([*map(query_spec, queries), specs], [*queries, arrays]),
     (jax.tree.map(query_spec, out), out),
@@ -379,22 +393,26 @@ def key_gradients(
   once = heads // kv_heads if settings.platform == "gpu" else 1
   turns = heads // kv_heads // once
 
+  # The index counts blocks of `once` heads, of which a key head has `turns`.
   def query_spec(x):
     index = lambda n, k, j, r: (n, k * turns + r, 0, 0)
     shape = None, once, *x.shape[2:]
     return pl.BlockSpec(shape, index, **_buffers(settings, x))
 
   shape = None, None, key_block, width
+  # Keys are read from the row's set, but gradients are written per row.
   keys = pl.BlockSpec(shape, lambda n, k, j, r: (_div(n, share), k, j, 0))
   run = pl.BlockSpec((None, 1, size), lambda n, k, j, r: (n, 0, 0))
   gradient = pl.BlockSpec(shape, lambda n, k, j, r: (n, k, j, 0))
   out = jax.ShapeDtypeStruct((n, kv_heads, slots, width), jnp.float32)
+  # Runs of query blocks that may see each key block
   blocks = _run(_visible(part, block, key_block).swapaxes(1, 2))
   scalars = _run_specs(settings, blocks)
   specs = *map(query_spec, queries), scalars, Part(keys, keys, run, run)
   return _call(
     settings,
     _keys_kernel,
+    # Rows, key heads, key blocks, and turns over the query heads
     (n, kv_heads, slots // key_block, turns),
     (specs, (*queries, blocks, part)),
     ((gradient, gradient), (out, out)),

@@ -83,11 +83,15 @@ def product_kernel(
   groups, a, b = matrices.shape
   inner, columns = (b, a) if flipped else (a, b)
   tile = _tile_rows(len(rows), groups)
+  # Tiles must divide the matrices, so their sizes are common divisors.
   depth = math.gcd(inner, DEPTH)
   width = math.gcd(columns, COLUMNS)
+  # Number of tiles of each run, and each run's end in tiles and in rows
   tiles = -(-runs // tile)
   last = jnp.cumsum(tiles)
   ends = jnp.cumsum(runs)
+  # A tile belongs to the first run whose tiles end after it. It starts behind
+  # the rows of earlier runs and of the run's earlier tiles.
   index = jnp.arange(len(rows) // tile + groups, dtype=runs.dtype)
   group = jnp.sum(index[:, None] >= last, axis=1, dtype=runs.dtype)
   group = jnp.minimum(group, groups - 1)  # empty tiles start after its end
@@ -97,6 +101,7 @@ def product_kernel(
     i = pl.program_id(0)
     matrix = group[i]
     at = pl.ds(start[i], tile)
+    # Columns of the result that this program computes
     to = pl.ds(pl.program_id(1) * width, width)
     in_run = start[i] + jnp.arange(tile) < end[i]
 
@@ -111,6 +116,7 @@ def product_kernel(
 
     total = jnp.zeros((tile, width), jnp.float32)
     total = jax.lax.fori_loop(0, inner // depth, add, total)
+    # A run's last tile reaches into the next run, which other programs write.
     mask = jnp.broadcast_to(in_run[:, None], total.shape)
     triton.store(out.at[at, to], total.astype(out.dtype), mask=mask)
 
@@ -139,6 +145,7 @@ def outer_kernel(
   f = other.shape[1]
   height = math.gcd(d, COLUMNS)
   width = math.gcd(f, COLUMNS)
+  # Rows are the axis summed over, so a tile is limited by DEPTH.
   tile = min(_tile_rows(len(rows), groups), DEPTH)
   ends = jnp.cumsum(runs)
 
@@ -217,6 +224,7 @@ def _jvp(primals, tangents):
   if not isinstance(d_matrices, SymbolicZero):
     d_matrices = linear_call(
       lambda constants, x: _multiply(constants[0], x, constants[1]),
+      # The transpose is an outer product for each run.
       lambda constants, y: _by_platform(
         _outer, outer_kernel, matrices.shape[1:], constants[0], y, constants[1]
       ),

@@ -38,12 +38,16 @@ def _seen(visibility: Visibility, window: int, prompts: int) -> _Seen:
   slots = jnp.broadcast_to(jnp.arange(positions.shape[-1]), positions.shape)
   first = prompt_first = jnp.zeros_like(slots)
   if segments is not None:
+    # `cummax` carries a segment's first slot to all its tokens. `roll` compares
+    # slot 0 with the last slot, but its value is 0 in either case.
     begins = segments != jnp.roll(segments, 1, axis=-1)
     first = jax.lax.cummax(jnp.where(begins, slots, 0), axis=2)
   if local is not False:
     # If traced, the layer may be global, without a limit.
     outside = jnp.where(local, window, _EVERYTHING)
+    # The window includes the query itself.
     first = jnp.maximum(first, slots + 1 - outside)
+    # A prompt's slots are positions, and a row's positions follow the prompt's.
     prompt_first = jnp.maximum(positions + 1 - outside, 0)
   lengths = jnp.zeros(prompts, jnp.int32)
   if prompt_mask is not None:
@@ -60,9 +64,11 @@ def _flat(x: Array) -> Array:
 def _parts(row, prompt, seen: _Seen) -> list[Part]:
   b, g, s = seen.first.shape
   by_query = lambda x: jnp.broadcast_to(x, (b, g, s)).reshape(b * g, 1, s)
+  # Causal: the run in the row ends at the query itself.
   last = by_query(jnp.arange(s, dtype=jnp.int32))
   parts = [Part(*map(_flat, row), by_query(seen.first), last)]
   if prompt is not None:
+    # The run in the prompt ends at its last real token; padding comes after it.
     last = by_query(seen.lengths[:, None, None] - 1)
     parts.append(Part(*prompt, by_query(seen.prompt_first), last))
   return parts
@@ -77,6 +83,7 @@ def _forward(settings, _, q, row, prompt, seen):
 
 def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
   """Returns the gradients of q, row and prompt, summed over axes `sums`."""
+  # sum_j w_j d w_j of each query (FlashAttention-2's D), from the output alone
   di = jnp.sum(out * dout.astype(jnp.float32), axis=-1)
   lse, di = (_flat(x[..., None, :]) for x in (lse, di))
   queries = [_flat(q), _flat(dout), lse, di]
@@ -84,6 +91,7 @@ def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
   dq = flash_kernels.query_gradient(settings, queries, parts)
 
   def part_gradients(index, arrays, axes):
+    # [N, ...] -> [M, N / M, ...]: consecutive rows belong to the same keys.
     def add_up(x, like):  # over the rows and devices that share keys
       x = x.reshape(len(parts[index].keys), -1, *x.shape[1:]).sum(axis=1)
       x = jax.lax.psum(x, axes) if axes else x
@@ -94,6 +102,7 @@ def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
 
   arrays = [row] if prompt is None else [row, prompt]
   gradients = list(map(part_gradients, range(len(parts)), arrays, sums))
+  # A missing prompt has the gradient None.
   return dq.reshape(q.shape), *gradients, *[None] * (2 - len(gradients))
 
 
@@ -107,6 +116,8 @@ def _over_mesh(function, q, row, prompt, seen, *outputs, gradients=False):
     return function(((), ()), q, row, prompt, seen, *outputs)
   b, g, k, _ = spec = activation_spec(mesh, q.shape, _QUERY_AXES)
   _, group_axes, _, head_axes = sharding.axes_of(spec)
+  # Devices that split query heads share the row's keys; those that split a
+  # group also share its prompt. Their gradients are added up over these axes.
   sums = tuple(head_axes), (*group_axes, *head_axes)
   in_specs = spec, P(b, g, k), P(b, k), _Seen(P(b, g), P(b, g), P(b))
   return jax.shard_map(
@@ -155,6 +166,7 @@ def _gradients(settings, *arrays):
 
 
 def _attention_backward(settings, residuals, dout):
+  # Runs of keys are integers without a gradient.
   return *_gradients(settings, *residuals, dout), None
 
 
@@ -193,6 +205,7 @@ def kernel_attention(
     first=jnp.concatenate([seen.first, first], axis=2),
     prompt_first=_pad(seen.prompt_first, 2, blocks[0]),
   )
+  # Pad all arrays to whole blocks
   q = _pad(q, 4, blocks[0])
   row = jax.tree.map(lambda x: _pad(x, 3, blocks[0]), row)
   prompt = jax.tree.map(lambda x: _pad(x, 2, blocks[-1]), prompt)

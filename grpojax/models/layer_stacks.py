@@ -109,6 +109,7 @@ def _scan_stack(
   scanned: tuple[Any, ...],
 ) -> tuple[Any, Any]:
   """Scans `body(carry, local, *scanned)` over the layers of a stack."""
+  # A single layer needs no loop, and `local` stays a Python value.
   if len(locality) == 1:
     layer = jax.tree.map(lambda x: x[0], scanned)
     carry, outputs = body(carry, locality[0], *layer)
@@ -116,6 +117,7 @@ def _scan_stack(
   if len(set(locality)) < 2:  # all layers are equal, or the stack is empty
     local = any(locality)
     return jax.lax.scan(lambda carry, s: body(carry, local, *s), carry, scanned)
+  # The stack has local and global layers, so `local` is traced.
   return jax.lax.scan(
     lambda carry, s: body(carry, *s), carry, (jnp.asarray(locality), *scanned)
   )
@@ -164,6 +166,7 @@ def scan(
     locality = config.locality[start : start + layer_count(stack)]
     start += len(locality)
     run = _write_out if unroll and locality else _scan_stack
+    # A loop's body reads these from outside, at the layer's index.
     unsliced = {name: stack[name] for name in whole if len(locality) > 1}
     if unsliced:
       stack = {k: x for k, x in stack.items() if k not in unsliced}

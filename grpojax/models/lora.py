@@ -107,6 +107,7 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
 
   return lm._replace(
     init=lambda key: {},
+    # The head has no adapter, so the base's is read.
     unembed=lambda adapters, hidden: lm.unembed(base, hidden),
     prepare=attached(prepare),  # the result is a plain model
     forward_mode=lm.forward_mode and adapt(lm.forward_mode, base, scale),
@@ -179,6 +180,7 @@ def save_peft(
   base_layout = hf.layout(hf_config)
   layout = {}
   modules = set()
+  # Name the two tensors of each adapter after the matrix in the base's files
   for leaf_path, array in sorted(flat.items()):
     target, side = leaf_path.rsplit("/", 1)
     stored = base_layout[target]
@@ -186,12 +188,14 @@ def save_peft(
     suffix = f"lora_{side.upper()}.weight"
     names = tuple(f"base_model.model.{x}.{suffix}" for x in matrices)
     layout[leaf_path] = weights.Leaf(names, array.shape, stored.stacked, True)
+    # PEFT matches modules by their last name, like "q_proj".
     modules.add(matrices[0].rpartition(".")[2])
   peft_config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
     "base_model_name_or_path": base,
     "revision": revision,
+    # The first array is an A, [.., in, r].
     "r": int(next(iter(flat.values())).shape[-1]),
     "lora_alpha": alpha,
     "target_modules": sorted(modules),

@@ -63,6 +63,7 @@ def route(
     if normalize:
       weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, experts
+  # Unknown experts are out of range, and `take_along_axis` makes them NaN.
   experts = replayed.astype(jnp.int32)
   if normalize:
     # A quotient of probabilities could be 0 / 0 for unread tokens.
@@ -86,6 +87,7 @@ def expert_load(
   probs = jax.nn.softmax(_logits(x, router), axis=-1)
   # Like `top_k`, for which XLA would gather tokens over a mesh: chosen experts
   # have fewer than k experts before them; ties go to the lower index.
+  # Compare all pairs of experts: [B, G, S, X, X].
   this = probs[..., :, None]
   other = probs[..., None, :]
   index = jnp.arange(probs.shape[-1])
@@ -130,6 +132,7 @@ def _experts(
     matrices = {k: m.reshape(-1, *m.shape[2:]) for k, m in matrices.items()}
     all_runs = jnp.zeros(len(matrices["expert_gate"]), runs.dtype)
     runs = jax.lax.dynamic_update_slice(all_runs, runs, (layer * held,))
+  # [N count, D]: each token once for each of its experts, sorted by expert
   rows = x[order // count]
   if held < total:  # products are undefined for rows outside of all runs
     rows = jnp.where((jnp.arange(len(rows)) < runs.sum())[:, None], rows, 0)
@@ -186,6 +189,7 @@ def _on_device(
   choice = count, config.normalize_experts, replayed
   weights, experts = route(tokens, layer["router"], *choice)
   chosen = experts.reshape(*x.shape[:3], count)
+  # A matrix meets tokens and matrices that are split along other axes.
   matrix_axes = set().union(*axes_of_matrices.values())
   matrices = {
     name: _varying(layer[name], (row_axes | matrix_axes) - axes)
@@ -198,19 +202,23 @@ def _on_device(
   tokens = tokens.astype(layer["expert_gate"].dtype)
   is_split = "expert" in matrix_axes
   gathered = is_split and "expert" in row_axes
+  # Each device sees the tokens of all devices along `expert`.
   if gathered:
     tokens, weights, experts = (
       jax.lax.all_gather(a, "expert", tiled=True)
       for a in (tokens, weights, experts)
     )
   if is_split:
+    # Indices relative to the first expert of this device
     held = layer["expert_gate"].shape[-3]
     experts = experts - held * jax.lax.axis_index("expert")
   args = tokens, weights, experts, matrices, config.experts, activation
   y = _experts(*args, layer.get(LAYER))
+  # Add up the experts' parts; each device keeps the sums of its own tokens.
   if gathered:
     y = jax.lax.psum_scatter(y, "expert", tiled=True)
     matrix_axes = matrix_axes - {"expert"}
+  # Other axes split F, or the experts of tokens that all devices hold.
   y = jax.lax.psum(y, tuple(sorted(matrix_axes))) if matrix_axes else y
   return y.reshape(x.shape), chosen
 
@@ -233,6 +241,7 @@ def mixture(
   layer = {k: x for k, x in layer.items() if k in ("router", LAYER, *matrices)}
   compute = functools.partial(_on_device, config, activation)
   mesh = jax.sharding.get_abstract_mesh()
+  # Axes of other types belong to the user: compute as on a single device.
   if mesh.size == 1 or set(mesh.axis_types) != {AxisType.Auto}:
     unsplit = {name: set() for name in matrices}
     return compute(set(), unsplit, x, layer, replayed)
@@ -241,6 +250,7 @@ def mixture(
   def spec(name):
     if name == LAYER:
       return P()
+    # A whole stack has an axis of layers in front of a layer's axes.
     if LAYER in layer and name in matrices:
       return P(None, *sharding.layer_spec(name, layer[name].shape[1:], mesh))
     return sharding.layer_spec(name, layer[name].shape, mesh)
@@ -263,6 +273,7 @@ def recorded(
 ) -> Integer[Array, "B G S X"]:
   """Returns a token's experts of all layers, in order, as small integers."""
   dtype = jnp.uint8 if config.experts <= 256 else jnp.uint16
+  # [L, B, G, S, count] -> [B, G, S, L, count]; the last two become X.
   x = jnp.moveaxis(jnp.concatenate(experts).astype(dtype), 0, -2)
   return x.reshape(*x.shape[:3], -1)
 

@@ -66,6 +66,7 @@ def _row_mask(
 ) -> Bool[Array, "..."]:
   mask = jnp.tril(jnp.ones((size, size), bool))
   if segments is not None:
+    # Packed completions see their own segment only: [B, G, 1, 1, S, S].
     same = segments[..., :, None] == segments[..., None, :]
     mask = (mask[None, None] & same)[:, :, None, None]  # same for all heads
   return mask
@@ -104,6 +105,8 @@ def _next_context(
   mask = _row_mask(positions.shape[-1], None)
   slot_mask = cache_lib.filled(cache)
   if lengths is not None:
+    # Rows may have cached different numbers of tokens: each sees the slots of
+    # its own last `lengths` tokens, [B, G, 1, 1, 1, C].
     ages = jnp.expand_dims(cache_lib.ages(cache), (0, 1, 2, 3, 4))
     slot_mask = ages < lengths[..., None, None, None, None]
   if ROPE in params:  # positions of padding may be out of range
@@ -171,10 +174,12 @@ def _flat_block(
     return Heads(*(unflatten(x, places, part.positions.shape) for x in heads))
 
   def attention(heads):
+    # q, k and v of flat tokens -> of prompts [B, 1, P] and of rows [n, G, S]
     prompts, rows = zip(*(_split_flat(x, flat) for x in heads), strict=True)
     prompts = padded(prompts, flat.prompts, prompt_context)
     rows = padded(rows, flat.rows, row_context)
     prompt_out, row = attend(prompt_context, prompt=None, heads=prompts)
+    # Each row of completions gets the keys and values of its prompt.
     prompt = jax.tree.map(flat.of_rows, cache_lib.of_prompt(row))
     out, _ = attend(row_context, prompt=prompt, heads=rows)
     return _join_flat(prompt_out, out, flat), None
@@ -233,6 +238,7 @@ class Passes:
     context = _prompt_context(self.config, prompt_mask, self.row_attention)
 
     def body(x, local, layer):
+      # A prompt is a group of one: the layers see tokens [B, 1, P, D].
       args = x, layer, local, context, None, None
       x, row, routed = self._run(block_lib.block, *args)
       return x, (cache_lib.of_prompt(row), routed.experts if record else None)
@@ -266,6 +272,7 @@ class Passes:
       start = 0 if cache is None else cache.index
       positions = jnp.broadcast_to(start + jnp.arange(ids.shape[-1]), ids.shape)
     else:
+      # The first new token's position is the number of cached tokens.
       lengths = positions[..., 0]
     # Positions in the whole sequence: padding of the prompt does not count.
     positions = prefix.length[:, None, None] + positions
@@ -335,12 +342,14 @@ class Passes:
     attention = self.row_attention
     prompts = _prompt_context(config, prompt_mask, attention)
     rows = _row_context(config, positions, segments, row_prompts, attention)
+    # Prompts are groups of one: [B, P] -> [B, 1, P].
     if load_weights is not None:
       prompts = prompts._replace(routing=Routing(load_weights[0][:, None]))
       rows = rows._replace(routing=Routing(load_weights[1]))
     if replayed is not None:
       replayed = replayed[0][:, None], replayed[1]
 
+    # Embed the tokens: as two arrays, or joined into flat tokens.
     if flat is None:
       x = self._embed_both(params, prompt_ids, ids)
       layer_of = block_lib.block_of_both
@@ -356,6 +365,7 @@ class Passes:
       return self._run(layer_of, x, layer, local, _replay(context, replayed))
 
     scanned = []
+    # Each stack scans its own layers' share of the replayed experts.
     if replayed is not None:
       sizes = map(layer_stacks.layer_count, layer_stacks.stacks(params))
       replayed = moe.by_layer(config, replayed)
@@ -363,6 +373,7 @@ class Passes:
     x, loads = layer_stacks.scan(
       config, body, x, params, *scanned, remat=self.remat
     )
+    # A stack's loads have an axis of layers; all are None without weights.
     load = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *loads)
     if flat is None:
       prompts, x = x
@@ -406,6 +417,7 @@ class Passes:
     return y.astype(self.dtype)
 
   def _last_hidden(self, params: Params, x: Array, prompt_mask: Array) -> Array:
+    # The last real token predicts the completion's first token.
     index = (_lengths(prompt_mask) - 1)[:, None, None]
     last = jnp.take_along_axis(x[:, 0], index, axis=1)
     return self._final_norm(params, last[:, 0])

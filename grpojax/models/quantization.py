@@ -42,8 +42,10 @@ def quantize(
   x32 = x.astype(jnp.float32)
   scale = jnp.max(jnp.abs(x32), axis=axis) / _LARGEST
   scale = scale.astype(dtype or x.dtype)
+  # Zeros are divided by 1 instead of their scale 0.
   divisor = jnp.expand_dims(jnp.where(scale == 0, 1, scale), axis)
   q = jnp.round(x32 / divisor.astype(jnp.float32))
+  # If `dtype` rounds the scale down, quotients exceed the largest integer.
   return jnp.clip(q, -_LARGEST, _LARGEST).astype(jnp.int8), scale
 
 

@@ -36,9 +36,11 @@ def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, "half"]:
   slow = frequency / np.float32(rope.factor)
   if rope.low_freq_factor is None:
     return slow
+  # Full turns of each pair of channels within the original length
   turns = rope.original_length * frequency / (2 * math.pi)
   low = rope.low_freq_factor
   high = rope.high_freq_factor
+  # 0 divides a frequency by `factor`, 1 leaves it, and others interpolate.
   share = np.clip((turns - low) / (high - low), 0.0, 1.0)
   return ((1 - share) * slow + share * frequency).astype(np.float32)
 

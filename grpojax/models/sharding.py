@@ -82,6 +82,7 @@ only if the axes have the order of the mesh."""
 
 def _spec(entries: Iterable[tuple[str, ...]]) -> P:
   """Inverts `axes_of`."""
+  # A single axis is written as a string, and no axis as None.
   return P(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
 
@@ -153,6 +154,7 @@ def _spec_of(
   """Returns `spec_for`, where "layer/q" is a layer of "layers/q"."""
   if not name.startswith("layer/"):
     return spec_for(name, shape, mesh, rules)
+  # Rules are for stacks: add an axis of layers, and remove its entry.
   stack = name.replace("layer/", "layers/", 1)
   return P(*spec_for(stack, (1, *shape), mesh, rules)[1:])
 
@@ -232,6 +234,7 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
   In bfloat16, if every addition is rounded, the sum of a micro-batch is off by
   about 0.4% for 8 devices and 2% for 256 (independently for each micro-batch).
   """
+  # The stored layout also splits the gradients (`GRADIENT_RULES`).
   params = _constrain(params, prefix, gathered=False)
   params = _constrain(params, prefix, gathered=True)
   if prefix == "layer/":  # without a barrier, XLA:TPU overlaps the gathering
@@ -302,6 +305,7 @@ def row_shards(prompts: int, group_size: int) -> RowShards | None:
   rules = (mesh_lib.ACTIVATIONS["batch"], mesh_lib.ACTIVATIONS["group"])
   shape = []
   index = {}
+  # Each mesh axis that splits B or G becomes an axis before the quotient.
   for count, names in zip(size, divide(size, rules, axes), strict=True):
     for axis in names:
       index[axis] = len(shape)
@@ -310,6 +314,7 @@ def row_shards(prompts: int, group_size: int) -> RowShards | None:
     shape.append(count)
   if index.keys() != axes.keys():
     return None
+  # The mesh's axes lead, in the order of the mesh.
   first = [index[axis] for axis in axes]
   after = (i for i in range(len(shape)) if i not in first)
   return RowShards(tuple(shape), (*first, *after), size)

@@ -61,6 +61,7 @@ def _unembed(
     logits = matmul(hidden, head, jnp.float32)
   else:
     multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    # Each device multiplies its own rows with its own copy.
     logits = rows.join(jax.vmap(multiply)(rows.split(hidden), head))
   if "head_scale" in params:
     logits = logits * params["head_scale"]
@@ -91,6 +92,7 @@ def _draw_parts(
   def draw(hidden, head, scale, mask, uniform):
     rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
     parts = draw_parts(rows[0], head, rows[1], logits_of, scale, mask)
+    # The kernel counts ids from the device's first column.
     if spec[2]:
       first = jax.lax.axis_index(spec[2]) * head.shape[1]
       parts = parts._replace(ids=parts.ids + first)
@@ -130,6 +132,7 @@ def _for_decoding(
     quantize = quantization.quantize_matrices
     return quantize(arrays, dtype) if in_8_bits else arrays
 
+  # Quantize the head, if any, and the matrices of the layers.
   params = formatted(params) | {"layers": formatted(params["layers"])}
   params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
   positions = jnp.arange(longest)
@@ -146,6 +149,7 @@ def _for_training(
 ) -> Params:
   """Casts parameters for `forward`, and gathers all except the layers."""
   params = sharding.as_stored(passes.cast(params, dtype))
+  # `layer_stacks.run_layer` gathers the layers, one at a time.
   outer = {name: x for name, x in params.items() if name != "layers"}
   params |= sharding.gather(outer)
   if config.tied:  # a copy, so that both gradients are sharded separately
@@ -242,6 +246,7 @@ def transformer(
 
   model = _lm(passes.Passes(config, dtype, remat, attend), (config.layers,))
   lm = model._replace(prepare=prepare)
+  # Kernels have no forward mode, so `jax.jvp` uses blocks.
   if attention not in ("auto", "kernel"):
     return lm
   options = dict(dtype=dtype, remat=remat, platform=platform)
