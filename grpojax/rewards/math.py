@@ -39,10 +39,12 @@ THINKING = (
 
 _ATTEMPTS = 16  # candidates of each kind, from the end
 _BARE = re.compile(r"[^\s$]{0,50}")
+# Text from the brace that closes a box to the next box of the same answer.
 _JOINED = re.compile(
   r"\}(?:[\s$.)*\]\\]{0,6}(?:[,;/|]|,?\s?(?:or|and|maybe))[\s$(*\[\\]{0,6}"
   r"|[ $]{0,4})"
 )
+# From "answer" to the verb or sign before its value, without negations.
 _STATEMENT = re.compile(
   r"""answers?\b
   (?: (?:[*_"\s]|\s\([^()\n0-9]{1,40}\)){0,4}[:=>]
@@ -54,6 +56,7 @@ _STATEMENT = re.compile(
   re.VERBOSE | re.IGNORECASE,
 )
 _A = re.compile(r"(?:^|\n)[ \t*_#>]{0,8}A[*_]{0,2}:")
+# Signs and at most one line break between a statement and its value.
 _LEAD = re.compile(
   r"[ \t:=*_\"'>]{0,40}(?:\s{0,9}\n[ \t>]{0,9}(?:[-+*•]\s{1,4})?)?"
   r"[\s:=*_\"'>]{0,40}"
@@ -183,6 +186,7 @@ def equal(answer: str, expected: str) -> bool:
   answer, expected = _without_names(answer, expected)
   if answer == expected:
     return True
+  # Spellings of numbers and words are canonical, so unequal ones differ.
   if all(map(_EXACT.fullmatch, (answer, expected))):
     return False  # different numbers
   if all(map(_WORDS.fullmatch, (answer, expected))):
@@ -223,6 +227,7 @@ def _boxed(text: str) -> str | None:
   answers = []
   later = None
   for place in _places(text, "boxed", "\\fbox"):
+    # `start` follows the five letters of "boxed" or the name "\fbox".
     start = place + 5
     part = text[start : start + LONGEST + 2].lstrip()
     end = 0
@@ -235,6 +240,7 @@ def _boxed(text: str) -> str | None:
     else:
       continue
     if answers:
+      # `later` is the place of the next box in the text, found before this one.
       between = text[end : later - 1] if end < later <= end + 30 else ""
       if not _JOINED.fullmatch(between):
         break
@@ -265,6 +271,7 @@ def _statement(text: str) -> str | None:
   text = text[_LEAD.match(text).end() :]
   formulas = []
   place = 0
+  # Several formulas may follow each other: $x$ and $y$.
   while formula := _FORMULA.match(text, place):
     formulas.append(next(filter(None, formula.groups())))
     if goes_on := _GOES_ON.match(text, formula.end()):
@@ -279,6 +286,7 @@ def _statement(text: str) -> str | None:
   clause = text[place : end.start() if end else None].strip()
   if formulas:
     return ", ".join([*formulas, clause])
+  # A long clause without a figure is prose and not an answer.
   is_short = len(clause.split()) <= 3 and len(clause) <= 30
   is_answer = is_short or re.search(r"[0-9\\=]", clause)
   return clause if clause and is_answer else None
@@ -289,6 +297,7 @@ def _last_number(text: str) -> str | None:
   place = max(text.rfind(digit) for digit in "0123456789¼½¾")
   if place < 0:
     return None
+  # Only the lines around the last digit are searched, backwards.
   for line in reversed(text[max(place - 400, 0) : place + 60].splitlines()):
     line = quantities.figures(quantities.unwrap(line))
     for match in reversed([*_FIGURE.finditer(line)]):

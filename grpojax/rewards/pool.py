@@ -182,10 +182,12 @@ class Pool(WorkerPool):
         # after it have no value.
         ended = len(values) // len(places) * len(places)
         values = values[:ended] + [Outcome(None, done.error)] * len(places)
+      # A worker answers function by function, each for all completions.
       keys = itertools.product(indices, places)
       values = itertools.chain(values, absent)
       for (i, place), outcome in zip(keys, values, strict=False):
         outcomes[sent][place][i] = outcome
+    # Rows of the batch: each item with its outcomes by function.
     rows = [
       [(item, outcomes[sent][b, g]) for g, item in enumerate(group)]
       for sent in submissions

@@ -136,6 +136,7 @@ def unwrap(text: str) -> str:
   r"""Removes markup around an answer: $, **, \text{}, \underline{}."""
   text = _COMMA.sub(",", _SIZE.sub("", text.translate(_CHARACTERS)))
   before = None
+  # Markup may be nested, so layers are removed until none is left.
   while before != text:
     before = text
     text = text.strip()
@@ -146,6 +147,7 @@ def unwrap(text: str) -> str:
     for opens, closes in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
       if text.startswith(opens) and text.endswith(closes) and len(text) > 2:
         inside = text[len(opens) : -len(closes)]
+        # "$1$ or $2$" begins and ends with signs of different formulas.
         text = text if opens in inside else inside
     around = _AROUND.match(text)
     if around and closing(text[around.end() :]) == len(text) - around.end() - 1:
@@ -174,6 +176,7 @@ def _is_unit(text: str, known: Collection[str] = _UNITS) -> bool:
     return False
   for i, word in enumerate(words):
     last = i + 1 == len(words) or words[i + 1] in _UNITS
+    # Short names of units keep their case: "m" is not "M".
     is_known = word in known or word.lower() in _UNITS and len(word) > 2
     other = word.lower() in _OPERATORS or _ORDINAL.fullmatch(word)
     plural = _PLURAL.fullmatch(word.lower()) and len(word) > 3
@@ -210,6 +213,7 @@ def number(text: str) -> Fraction | None:
   if about := _ABOUT.match(text):
     text = text[about.end() :]
   match = NUMBER.match(text)
+  # 10^3 is read as 1 * 10^3, which `NUMBER` matches.
   if match and match["digits"] == "10" and text[match.end() :][:1] == "^":
     match = NUMBER.match(f"1*{text}")  # 10^3
     text = f"1*{text}"
@@ -236,6 +240,7 @@ def _value(match: re.Match) -> Fraction | None:
     bottom = _decimal(groups["den"] or groups["bottom"])
   if not bottom:
     return None
+  # Signs before and after a currency cancel out: -$-5.
   negative = (groups["sign"] or "+")[0] != "+"
   sign = -1 if negative != bool(groups["inner"]) else 1
   return sign * (whole + top / bottom)

@@ -55,10 +55,12 @@ def advantage_errors(
   # G MSE(G) of each prompt in each direction, [V, B].
   at_size = size * (from_whole**2 - gradient_sq)
   at_half = half * (jnp.mean(from_halves**2, -1) - gradient_sq)
+  # Both are c2 + c3 / (size - 1), so their difference has only c3.
   c3 = (at_half - at_size) / (1 / (half - 1) - 1 / (size - 1))
   c2 = at_size - c3 / (size - 1)
 
   def error(x):
+    # x [V, B] varies with prompts and with directions; both variances add up.
     by_prompt = jnp.var(jnp.mean(x, 0), ddof=1) / prompts
     by_direction = jnp.var(jnp.mean(x, 1), ddof=1) / tangents
     return jnp.sqrt(by_prompt + by_direction)

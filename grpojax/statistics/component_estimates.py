@@ -41,6 +41,7 @@ def _baselines(
   def sums_without(values):  # each prompt [B], or each pair [B, B]
     by_prompt = jnp.sum(values, 0)  # [B]
     without_prompt = jnp.sum(by_prompt) - by_prompt
+    # Entry (x, x') of the second is without both x and x'.
     return without_prompt, without_prompt[:, None] - by_prompt
 
   def ratio(numerator, denominator):  # 0, a valid baseline, if scores are 0

@@ -57,6 +57,7 @@ def diagnose(
     )
   rewards = as_float(rewards, "diagnose", least=3).astype(projections.dtype)
   estimates = component_estimates.prompt_estimates(projections, rewards)
+  # Sum over the prompts, or pairs of prompts, in each direction: [V].
   sums = jax.tree.map(lambda x: jnp.sum(x, tuple(range(1, x.ndim))), estimates)
   by_component = component_estimates.combine(sums, prompts)
   per_tangent = jnp.stack(by_component, axis=-1)  # [V, 5]

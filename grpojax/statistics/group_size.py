@@ -101,6 +101,7 @@ def optimal_group_size(
     *(jnp.asarray(c, jnp.result_type(float)) for c in (c1, c2, c3))
   )
   prompts_differ = c1 > 0
+  # Where c1 <= 0 the quotients are not used: G* is inf there.
   divisor = jnp.where(prompts_differ, c1, 1)
   b = jnp.maximum(c2, 0) / divisor
   c = jnp.maximum(c3, 0) / divisor
@@ -146,6 +147,7 @@ def _baseline_at_cost(
   def halve(_, bounds):
     low, high = bounds
     middle = (low + high) / 2
+    # The derivative is negative below its root.
     above = slope(middle) < 0
     return jnp.where(above, middle, low), jnp.where(above, high, middle)
 
@@ -197,6 +199,7 @@ def observe(
   is_finite = jnp.all(jnp.isfinite(new))
   x = choice
   past = jnp.stack([x.c1, x.c3, x.c1_variance, x.c3_variance])
+  # Sums of estimates decay per observation, so their variances decay twice.
   weights = jnp.array([decay, decay, decay**2, decay**2], past.dtype)
   sums = jnp.where(is_finite, weights * past + new, past)
   c1, c3, c1_variance, c3_variance = sums

@@ -64,6 +64,7 @@ def share_interval(values: Values) -> tuple[float, float, float]:
   binary = more.mean() * (1 - more.mean())
   ratio = t_quantile(len(values) - 1) ** 2 * np.var(more, ddof=1)
   ratio /= binary * len(more)  # t^2 / trials
+  # Wilson's bounds are (mean + ratio / 2 -+ half_width) / (1 + ratio).
   half_width = math.sqrt(ratio * (mean * (1 - mean) + ratio / 4))
   low, high = (mean + ratio / 2 + x for x in (-half_width, half_width))
   return mean, float(low / (1 + ratio)), float(high / (1 + ratio))
@@ -120,6 +121,7 @@ def paired_proportions(
   only_b = int(np.sum(b & ~a))
   # scipy has no interval for paired proportions.
   z = float(scipy.stats.norm.ppf(0.975))
+  # Half a prompt per cell adds two prompts, one of which is discordant.
   centre = (only_a - only_b) / (n + 2)
   discordant = (only_a + only_b + 1) / (n + 2)
   half_width = z * math.sqrt((discordant - centre**2) / (n + 2))

@@ -85,6 +85,7 @@ def _majority(
     can_win = [vote for vote in votes if vote[0] >= m]
     max_ties = min(k // m, len(can_win))
     ways = np.zeros((2, max_ties + 1, k + 1))
+    # d of 0..k samples that are silent or whose answer cannot win.
     ways[0, 0] = _binomials(n - sum(count for count, _ in can_win), k)
     for count, right in can_win:
       binomials = _binomials(count, k)

@@ -64,6 +64,7 @@ def expected_rows(
   for size, weight in strata:
     part = priorities[start : start + size]
     start += size
+    # Prompts are drawn evenly if all priorities of the stratum are 0.
     even = by_priority = np.full(size, 1 / size)
     if np.sum(part) > 0:
       by_priority = part / np.sum(part)
@@ -76,6 +77,8 @@ def _at_most(most: int, rows: float, q: Vector) -> Vector:
   """Divides rows in proportion to q; an excess over `most` is redistributed."""
   full = np.zeros(len(q), bool)
   while True:
+    # Full prompts get `most` rows; the others share the rest in proportion to
+    # q, which may fill further prompts, so this is repeated.
     left = rows - most * np.sum(full)
     shares = np.where(full, most, left * q / max(np.sum(q[~full]), 1e-300))
     too_much = (shares > most) & ~full
@@ -104,9 +107,11 @@ def systematic(
     start += size
   order = np.concatenate(orders)
   edges = np.cumsum(expected[order])
+  # The line is as long as `rows` up to rounding, so marks are scaled to it.
   rows = round(float(edges[-1]))
   marks = (rng.random() + np.arange(rows)) * (edges[-1] / rows)
   places = np.searchsorted(edges, marks, side="right")
+  # By rounding the last mark may lie on the end of the line.
   return order[np.minimum(places, len(order) - 1)]
 
 

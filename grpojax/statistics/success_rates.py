@@ -51,6 +51,7 @@ def observe(
   known = ~jnp.isnan(right)
   successes = jnp.sum(jnp.where(known, right, 0), axis=-1)
   failures = jnp.sum(known, axis=-1) - successes
+  # `add` sums over repeated indices: a prompt may have several rows.
   return SuccessRates(
     (keep * rates.successes).at[indices].add(successes),
     (keep * rates.failures).at[indices].add(failures),
@@ -79,6 +80,7 @@ def varies(a: Vector, b: Vector, *, group_size: int) -> Vector:
 
 def spread(a: Vector, b: Vector) -> Vector:
   """Returns the expected standard deviation of a reward, E[sqrt(p (1 - p))]."""
+  # For p with density Beta(a, b) this is B(a + 1/2, b + 1/2) / B(a, b).
   betaln = scipy.special.betaln
   return np.exp(betaln(a + 0.5, b + 0.5) - betaln(a, b))
 

@@ -105,6 +105,7 @@ def score_gram(
   `make_projected_score` with its directions. It is computed once per distinct
   completion; d float32 are held for each.
   """
+  # A row per distinct completion; -1 is padding, so a row determines its mask.
   rows, index = np.unique(np.where(mask, ids, -1), axis=0, return_inverse=True)
   count = len(rows)
   padding = -count % _AT_ONCE  # compiles a single shape
@@ -114,12 +115,14 @@ def score_gram(
     np.asarray(score(*fixed, np.maximum(chunk, 0), chunk >= 0))
     for chunk in np.split(rows, len(rows) // _AT_ONCE)
   ]
+  # [n, d] stays as it is; [n, V, d] becomes [V, n, d].
   scores = np.moveaxis(np.concatenate(chunks)[:count], 0, -2)
   # Sums of chunks of columns in float32, added up in float64.
   gram = np.zeros((*scores.shape[:-1], count))
   for start in range(0, scores.shape[-1], _COLUMNS):
     columns = scores[..., start : start + _COLUMNS]
     gram += columns @ columns.swapaxes(-2, -1)
+  # The matrix of distinct completions is expanded to all S.
   index = index.reshape(-1)  # numpy 2.0 gave it a second axis
   return gram[..., index[:, None], index], count
 
@@ -141,12 +144,15 @@ def score_moments(gram: Gram, rewards: Rewards) -> Moments:
   mean = total / (n - 1)
   square = _square(total, second - z**2, n - 1)
   variance = (second - z**2) / (n - 1) - square
+  # (Z_i - V)^2 is multiplied out, with V and V^2 from the other samples.
   oracle = np.mean(norms * (z**2 - 2 * z * mean + square))
   # Without samples i and k.
   pair = z[:, None] + z
   total = first - pair
   square = _square(total, second - z[:, None] ** 2 - z**2, n - 2)
+  # (Z_i - V)(Z_k - V), multiplied out likewise.
   kernel = z[:, None] * z - pair * total / (n - 2) + square
+  # The mean over pairs i != k leaves out the diagonal.
   products = gram * kernel
   gradient_sq = (products.sum() - np.trace(products)) / (n * (n - 1))
   return Moments(
@@ -237,9 +243,11 @@ def _errors(gram, rewards, group_size, blocks, baseline) -> np.ndarray:
     products = cross[:, chosen][:, :, chosen]
     of_oracle = products[0] - v[:, None] * products[3]
     products = np.stack([*products[:3], of_oracle])
+    # Weights of the mean over ordered pairs of different blocks.
     others = (1 - np.eye(n)) / (n * (n - 1))
     mixed = np.sum(products * others, (-2, -1))
     both = np.sum(truths[np.ix_(chosen, chosen)] * others)
+    # ||ghat||^2 - 2 ghat.g + ||g||^2, as means over blocks and their pairs.
     return square.mean(-1) - 2 * mixed + both
 
   subsets = [np.arange(blocks), *without_each(blocks, blocks)]
@@ -303,6 +311,8 @@ def mean_over_prompts(
   """
   degrees = [without.shape[-1] - 1 for without in replicates]
   each = zip(replicates, degrees, strict=True)
+  # The jackknife of b replicates is (b - 1) / b times their sum of squares,
+  # which is b - 1 = `n` times `np.var`.
   variances = sum(np.var(without, axis=-1) * n for without, n in each)
   mean = float(values.mean())
   total = float(variances.sum())
@@ -324,6 +334,7 @@ def ratio_of_means(above: PromptMeans, below: PromptMeans) -> dict[str, float]:
   if scale <= 0:
     return dict.fromkeys(("mean", "low", "high"), float("nan"))
   ratio = above[0].mean() / scale
+  # To first order the ratio errs by the mean of a - ratio b, over that of b.
   residuals = (a - ratio * b for a, b in zip(above, below, strict=True))
   residual = mean_over_prompts(*residuals)
   half = (residual["high"] - residual["low"]) / (2 * scale)

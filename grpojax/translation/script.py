@@ -98,6 +98,7 @@ class _Script(NamedTuple):
     """Returns the load_dataset call of a data set, and its ["split"] if any."""
     split = None
     for _ in range(100):
+      # Each pattern goes one name, index or call towards load_dataset.
       match node:
         case ast.Name(id=name) if name in self.assigned:
           node = self.assigned[name][0]
@@ -139,6 +140,7 @@ def read(
   names_called = {called(x) for x in script.calls}
   if not names_called & {"GRPOConfig", "GRPOTrainer"}:
     raise ValueError("it calls neither GRPOConfig(...) nor GRPOTrainer(...)")
+  # Read the keywords of GRPOConfig, GRPOTrainer and LoraConfig.
   settings = dict(parsed)
   unread: dict[str, str] = {}
   defaults = []
@@ -158,6 +160,7 @@ def read(
       unread[name] = ast.unparse(node)[:80]
   if "LoraConfig" in names_called:
     settings = _LORA | settings
+  # Notes on functions and settings that need a change by hand.
   functions = [*(settings.get("reward_funcs") or ())]
   functions += settings.get("tools") or ()
   functions.append(str(settings.get("environment_factory", "")))
@@ -176,6 +179,7 @@ def read(
     notes.append(("TrlParser", _COMMAND_LINE))
   if defaults:
     notes.append((", ".join(defaults), _DEFAULTS))
+  # Copy the named functions and all that they use.
   moved = [x.split(":")[-1] for x in functions if x.startswith(f"{code}:")]
   module, undefined = module_of(text, moved) if code and moved else ("", [])
   if undefined:
@@ -198,6 +202,7 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
           ast.Attribute(ast.Name(name), "append" | "extend" | "update")
         )
       ):
+        # A change in place counts as another value, so `only` refuses the name.
         script.assigned[name].append(node)
       case ast.Call():
         script.calls.append(node)
@@ -207,6 +212,7 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
         script.assigned[name].append(value)
       case ast.Assign([ast.Tuple(elements)], value):
         for i, element in enumerate(elements):
+          # The i-th of several names has the value `value[i]`.
           item = ast.Subscript(value, ast.Constant(i))
           script.assigned[ast.unparse(element)].append(item)
       case ast.ImportFrom(module=str() as module, level=0):
@@ -260,6 +266,8 @@ def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
           yield f"**{ast.unparse(keyword.value)}", keyword.value
       elif ast.unparse(keyword.value) != "None":
         yield _LORA_NAMES.get(keyword.arg, keyword.arg), keyword.value
+  # An assignment under an `if` may not run, so its value is unknown: the whole
+  # statement is yielded, which `value` cannot evaluate.
   branches = [x for x in ast.walk(script.tree) if isinstance(x, ast.If)]
   branches = [x for x in branches if "__name__" not in ast.unparse(x.test)]
   conditional = {id(node) for branch in branches for node in ast.walk(branch)}
@@ -335,6 +343,7 @@ def _arguments(
     split = splits[split]
   elif not isinstance(split, str):
     split = splits
+  # Take the files of the chosen split, which is then the only split.
   if isinstance(files, dict):
     files = files.get(split or "train")
     split = None
@@ -371,6 +380,7 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
       starred.add(i)
     if i in starred or getattr(statement, "module", "") == "__future__":
       always.add(i)
+  # Choose statements until all that define a needed name are chosen.
   queue = list(names)
   needed: set[str] = set()
   chosen: set[int] = set()
@@ -382,6 +392,7 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
       queue += _used(tables[i]) - needed
   defined = set().union({*dir(builtins), "__file__", "__name__"}, *bound)
   lacking = [] if starred else sorted(needed - defined)
+  # Write the chosen statements in their order in the script.
   blocks = [_HEADER]
   for i in sorted(chosen):
     is_definition = hasattr(statements[i], "decorator_list")

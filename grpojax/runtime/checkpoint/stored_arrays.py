@@ -49,6 +49,7 @@ def checksum(x: Array) -> UInt32[Array, ""]:
   words = x.astype(jnp.uint32)
   position = jnp.uint32(0)  # i of w_i, made of iotas that shard as `words` do
   for axis in range(words.ndim):
+    # uint32 arithmetic is modulo 2^32, and so is the position.
     stride = math.prod(words.shape[axis + 1 :]) % 2**32
     index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
     position += index * jnp.uint32(stride)
@@ -126,6 +127,7 @@ def _abstract(leaf) -> jax.ShapeDtypeStruct:
   sharding = getattr(leaf, "sharding", None)
   mesh = getattr(sharding, "mesh", None)
   if _is_key(leaf) and mesh is not None:
+    # The data of a key have another rank, so they are replicated.
     spec = jax.sharding.PartitionSpec()
     sharding = jax.sharding.NamedSharding(mesh, spec)
   elif _is_key(leaf) or sharding is None:

@@ -310,6 +310,7 @@ class WorkerPool(contextlib.AbstractContextManager):
     self.patience = max(8, 4 * workers)
     self._answer = None if workers else module.prepare(setup)
     line = to_line(setup) if workers else b""
+    # Pinned workers have a queue each, by `Job.place`; others share a queue.
     count = workers if pinned else min(workers, 1)
     self._jobs = [queue.SimpleQueue() for _ in range(count)]
     self._threads = []

@@ -60,21 +60,27 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
       f"have {length} bytes, which take {size / 2**20:.0f} MiB with "
       f"{count} tokens, more than {MOST_BYTES >> 20}: use fewer or shorter ones"
     )
+  # States are the proper prefixes, the empty one first, then whole strings.
   begins = {x[:i] for x in ends for i in range(len(x))}
   begins = sorted(begins, key=lambda x: (len(x), x))
   numbers = {x: i for i, x in enumerate([*begins, *ends])}
+  # Tree of the states: the bytes that extend a prefix, and where they lead.
   children = [[] for _ in numbers]
   for text in [*begins[1:], *ends]:
     children[numbers[text[:-1]]].append((text[-1], numbers[text]))
   after = np.zeros((len(numbers), 256), np.int32)
   suffix = [0] * len(numbers)  # the longest other state that is a suffix
+  # Shorter states come first, so the row of a state's suffix is complete. A
+  # byte that does not extend the state leads where it leads from the suffix.
   for state in range(len(begins)):
     after[state] = after[suffix[state]]
     for byte, child in children[state]:
       suffix[child] = int(after[state, byte])
       after[state, byte] = child
+  # A completed string stays completed, whatever follows.
   after[len(begins) :] = np.arange(len(begins), len(numbers))[:, None]
   table = _token_table(after, token_bytes(tokenizer, count))
+  # Tokens with equal columns form a class, which has a single column.
   groups = {}
   for token, column in enumerate(np.ascontiguousarray(table.T)):
     groups.setdefault(column.tobytes(), []).append(token)
@@ -82,6 +88,7 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   classes = np.zeros(count, np.int32)
   for number, tokens in enumerate(groups.values()):
     classes[tokens] = number
+  # States that whole tokens can reach; a string may end only inside a token.
   reached = set()
   new = {0}
   while new:
@@ -94,6 +101,7 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
       )
     elif numbers[end] not in reached:  # or another string always ends earlier
       build(tokenizer, [end.decode()], count)
+  # All completed strings become one last state, which needs no row.
   columns = np.minimum(columns[: len(begins)], len(begins))
   small = lambda x: x.astype(np.min_scalar_type(x.max()))
   return StopTable(tuple(strings), small(classes), small(columns))
@@ -106,6 +114,7 @@ def _token_table(
   lengths = np.array([*map(len, texts)])
   starts = np.cumsum(lengths) - lengths
   flat = np.frombuffer(b"".join(texts), np.uint8)
+  # Every token goes through its bytes from every state, byte i in step i.
   states = np.arange(len(after), dtype=np.int32)
   table = np.repeat(states[:, None], len(texts), 1)
   for i in range(max(lengths)):

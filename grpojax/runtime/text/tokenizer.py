@@ -268,6 +268,7 @@ def decode_completion(
       state = stop.table[state, stop.classes[token]]
       if state == len(stop.table):
         break
+      # State 0: no stop string has begun, so these tokens are kept in any case.
       before = before if state else len(tokens)
 
   def decode(tokens):
@@ -278,6 +279,7 @@ def decode_completion(
   text = decode(tokens)
   if not stop or state < len(stop.table):
     return text
+  # The text ends at the first stop string, which may start within a token.
   begins = [i for x in stop.strings if (i := text.find(x)) >= 0]
   # Decoding may change invalid bytes, or a space at the start.
   return text[: min(begins)] if begins else decode(tokens[:before])
@@ -380,6 +382,7 @@ def gaps(
   Most pad the vocabulary to a round number. EOS ids count as tokens.
   """
   known = {*tokenizer.get_vocab().values(), *eos_ids}
+  # Gaps lie between consecutive ids; -1 and `vocab_size` are the borders.
   ids = [-1, *filter(known.__contains__, range(vocab_size)), vocab_size]
   return tuple((i + 1, j) for i, j in itertools.pairwise(ids) if j > i + 1)
 

@@ -115,6 +115,7 @@ class TurnEncoder:
     kind = is_text, *((m["role"], *m) for m in messages)
     if not chat or kind in self.checked:
       return
+    # Made-up words, to find the contents in the text of the template.
     words = [f"kqj{i}x" for i in range(len(messages))]
     probe = _with_contents(observation, words)
     tail = self._pieces(probe)[-1]
@@ -184,6 +185,7 @@ class TurnEncoder:
     # Assumes at most 64 characters per token, to save time on long texts.
     if not most or (size <= 64 * most and not is_over(texts)):
       return observation
+    # Bisection finds the largest number of characters within the limit.
     sizes = range(min(size, 64 * most))
     size = bisect.bisect_left(sizes, True, key=lambda n: is_over(first(n))) - 1
     return _with_contents(observation, first(size))

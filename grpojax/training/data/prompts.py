@@ -68,6 +68,7 @@ def padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Prompts:
   """Pads rows of token ids on the right."""
   mask = np.arange(width) < np.array([*map(len, rows)])[:, None]
   ids = np.full(mask.shape, pad_id, np.int32)
+  # The mask selects places row by row, in the order of the chained ids.
   ids[mask] = list(itertools.chain(*rows))
   return Prompts(ids, mask)
 
@@ -80,6 +81,7 @@ def trim(prompts: Prompts) -> Prompts:
   """
   limit = prompts.prompt_ids.shape[1]
   longest = np.sum(prompts.prompt_mask, axis=-1).max()
+  # -(-limit * k // 4) is k quarters of the old length, rounded up.
   size = min(n for k in range(1, 5) if (n := -(-limit * k // 4)) >= longest)
   return prompts.replace(
     prompt_ids=prompts.prompt_ids[:, :size],

@@ -140,6 +140,7 @@ def _fit(
 ) -> Split:
   limit = settings.data.max_prompt_length or math.inf
   endless = len(examples) >= ENDLESS
+  # Measure the prompts, unless this was done for the same inputs.
   printed, texts = fingerprint(examples, check_signals)
   key = f"{printed} {_digest(settings, policy)}"
   lengths = None if endless else _saved_lengths(cache, name, key)
@@ -148,6 +149,7 @@ def _fit(
     encode = prompts.encoder(settings, policy)
     lengths = prompt_lengths(examples, encode, most, check_signals)
   whole = Split(examples, 0, printed, lengths, texts, key)
+  # Refuse or drop prompts that are too long.
   too_long = lengths > limit
   remedy = "raise it"
   if too_long.any() and cache and run_directory.has_begun(cache.parent):

@@ -314,6 +314,7 @@ def finish(
   if step != steps:
     params = checkpoint.restore_policy(checkpointer, params, step)
   model = run.file(run_directory.MODEL)
+  # Write the model, unless an earlier start of the run has done so.
   if not distributed.on_main(lambda: file_checksums.intact(model)):
     if distributed.is_main():  # it may have been killed after this
       run_directory.remove_model(run.directory)

@@ -92,6 +92,7 @@ def of_batch(
     arrays["packed"] = batch.packing.packed()
   if samples.turns is not None:
     arrays |= {"turns": samples.turns, "turn_rewards": samples.turn_rewards}
+  # All processes take part in the transfer; only the main process goes on.
   arrays = mesh_lib.fetch({k: v for k, v in arrays.items() if v is not None})
   if not distributed.is_main():
     return []
@@ -106,11 +107,13 @@ def of_batch(
 def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
   """Returns the row of completion `g` of group `b`."""
   drawn = filled.drawn
+  # Rewards and examples are indexed by drawn group, `arrays` by batch row.
   place = filled.drawn_groups[b]
   example = filled.examples[place]
   sample = {name: values[b, g] for name, values in arrays.items()}
   ids = sample["ids"]
   mask = sample["mask"]
+  # The training program did not compute rows without a gradient.
   if not sample.get("packed", True):
     unknown = np.full(mask.shape, np.nan)
     sample |= dict.fromkeys(TRAINING_LOGPROBS & sample.keys(), unknown)
@@ -119,6 +122,7 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
   if "turns" in sample:
     last_turn = mask & (sample["turns"] == sample["turns"].max())
     turns = {"turns": turns_of(policy.tokenizer, sample)}
+    # Tokens of the environment have no log-probabilities.
     for name in sample.keys() & {"logprobs", *TRAINING_LOGPROBS}:
       sample[name] = np.where(sample["turns"] >= 0, sample[name], np.nan)
   text = tokenizer_lib.decode_completion(
@@ -153,6 +157,7 @@ def turns_of(tokenizer: Any, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
   ids = sample["ids"][mask]
   turns = sample["turns"][mask]
   blocks = []
+  # Consecutive tokens of equal turn number are a block.
   for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turns)) + 1):
     turn = turns[part[0]]
     text = _decoded(tokenizer, ids[part].tolist())

@@ -124,6 +124,8 @@ def _fell(run: Facts) -> str | None:
     return None
   first, *_, last = run.evaluations
   top = max(run.evaluations, key=lambda row: row["accuracy"])
+  # A paired comparison with the start suffices; else the intervals of the best
+  # and the last evaluation must not overlap.
   if run.gain and run.gain["high"] < 0:
     top = first
   elif top["accuracy_low"] <= last["accuracy_high"]:

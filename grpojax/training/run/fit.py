@@ -118,6 +118,7 @@ def remaining_steps(
     group_size = settings.group_size
     if state.group_size is not None:
       group_size = int(state.group_size.group_size)
+    # Take the prompts of this step and, if sampled ahead, of the next one.
     stream.open(state, group_size)
     prompts, examples = upcoming or stream.take(number, parts)
     ahead = settings.sampling.ahead and number < settings.steps
@@ -138,6 +139,7 @@ def remaining_steps(
     # JAX measures compilation by a clock that may jump.
     seconds_compile = min(max(sum(compiled[programs:]), 0.0), now - start)
     eta = eta.after_step(now - start - seconds_compile)
+    # Complete the step's row of metrics, and log it.
     row = {"step": number, "group_size": group_size, **metrics}
     row["train_seconds"] = now - began
     row["seconds_compile"] = seconds_compile
@@ -220,6 +222,7 @@ def fit(
 
   try:
     for state, progress in steps():
+      # Evaluate first: a checkpoint may be kept for its accuracy.
       goes_on = evaluate()
       step = int(state.step)
       is_best = settings.checkpoint.best and best.step(record) == step

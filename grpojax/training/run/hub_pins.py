@@ -96,6 +96,7 @@ def pin(settings: TrainSettings) -> TrainSettings:
   commits = {}
   for key, (kind, name) in _repositories(settings).items():
     is_path = kind == "model" and hf.exists(name.id)
+    # Recorded commits stay, even if the branch has moved.
     if key not in before and not is_path:
       commits[key] = hub.commit(name, kind)
   path = settings.model.path

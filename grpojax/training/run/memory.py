@@ -55,6 +55,7 @@ def _cache(
   `names` are the settings that determine the prompts and the group size.
   """
   itemsize = jnp.dtype(settings.model.dtype).itemsize
+  # Numbers per token: a key and a value in each layer.
   token = 2 * model.layers * model.kv_heads * model.head_dim
   completions = group_size * settings.sampling.max_new_tokens
   completions *= 1 if in_8_bits else itemsize
@@ -81,6 +82,7 @@ def training(
   others = 0
   rank = settings.lora.rank
   frozen = jnp.dtype(settings.model.dtype)
+  # With LoRA the model is frozen, and only the adapters have gradients.
   if rank:
     others = size(_parameters(model, frozen))
     trained = lora.abstract(trained, rank, settings.lora.targets)
@@ -107,6 +109,7 @@ def training(
   test = _cache(settings, model, tests, 1, ("eval.batch_size",))
   update = settings.optim.update
   length = settings.sampling.max_new_tokens
+  # Completion tokens of a micro-batch.
   tokens = samples // (update.minibatches * update.micro_batches) * length
   # The input of each layer; other activations can be recomputed.
   states = model.layers * tokens * model.width * frozen.itemsize

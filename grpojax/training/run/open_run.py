@@ -179,6 +179,7 @@ def open_all(
       distributed.on_main(hold)
     today = distributed.on_main(tokenizer.today)
     with distributed.agreed():
+      # Check everything, and that all processes read the same examples.
       run = start.check(settings, directory, stack, check_signals, today)
     examples = {
       f"the {name} split": f"{count} examples\nfingerprint {checksum}"
@@ -190,6 +191,7 @@ def open_all(
     resumed = distributed.on_main(open_directory)
     with distributed.agreed():
       _check_shared(directory)
+    # Load the model and the newest state.
     keep = run.settings.checkpoint.keep
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory), keep)
@@ -260,6 +262,7 @@ def resume(
   step = checkpoint.latest_step(checkpointer)
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
   progress = from_notes(notes)
+  # Compare the data, files and frozen weights with those of the last start.
   data = _fingerprints(run)
   frozen = _frozen(run)
   files = _file_hashes(run)
@@ -283,6 +286,7 @@ def resume(
       "adapters were trained: restore the old weights to resume, or to export "
       "this run's model (python -m grpojax.export) and start a new run from it"
     )
+  # The starting weights are evaluated once, on the same number of prompts.
   baseline = progress.baseline
   if baseline is None or baseline["prompts"] != len(run.held_out.examples):
     evaluated = distributed.on_main(lambda: reporting.evaluations(run, 0))
@@ -299,6 +303,7 @@ def resume(
     frozen=frozen,
   )
   if step is not None:
+    # Checkpoints have the reference in device memory.
     state = state.replace(reference=reference.to_device(state.reference))
     state = checkpoint.restore(checkpointer, state, step)
     state = reference.state_to_memory(state, run.settings)

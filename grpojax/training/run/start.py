@@ -129,6 +129,7 @@ def read_inputs(
   teacher = policy.teacher.shape if policy.teacher else None
   memory.refuse(memory.training(settings, policy.shape, mesh, teacher))
   longest = settings.data.max_prompt_length
+  # Check that the examples suit the models, rewards and settings.
   for model in filter(None, (policy, policy.teacher)):
     new_tokens = settings.sampling.max_new_tokens
     check_positions(model.directory, longest, new_tokens, model.ignore_keys)
@@ -202,6 +203,8 @@ def start(
   shardings = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
   params = jax.device_put(policy.params, shardings.params)
   count = sum(x.size for x in jax.tree.leaves((params, policy.frozen)))
+  # The reference follows the policy, is the base model of the adapters, or is
+  # stored with the run.
   ref_params = following = None
   if reference_lib.follows_policy(settings):
     following = reference_lib.make_copy(shardings.params)(params)
@@ -219,6 +222,7 @@ def start(
   step = checkpoint.latest_step(checkpointer)
   if distributed.is_main():
     for name in run_directory.RECORDS:
+      # Steps after the checkpoint are repeated, so their rows are removed.
       records.truncate_jsonl(run.file(name), -1 if step is None else step)
     run.file(run_directory.METRICS).touch()
   print(

@@ -67,9 +67,11 @@ def of_turns(
 ) -> Float[Array, "B G K"]:
   """Splits rewards by turn; functions' rewards count for the last turn."""
   weight = reward.weights[reward.functions.index("environment")]
+  # The environment's rewards per turn, [B, G, K]; `rewards` has their sum.
   by_turn = weight * rollout.turn_rewards
   last = jnp.max(rollout.turns, axis=-1, keepdims=True)
   by_functions = rewards - jnp.sum(by_turn, axis=-1)
+  # [B, G, K], True in the last turn of each trajectory.
   at_last = jnp.arange(by_turn.shape[-1]) == last
   return by_turn + jnp.where(at_last, by_functions[..., None], 0.0)
 
@@ -91,6 +93,7 @@ def plan_packing(
   mask = mesh_lib.fetch(rollout.completion_mask)
   prompt_mask = mesh_lib.fetch(rollout.prompt_mask)
   planned = packing_layout.plan(
+    # Completions of length 0 get no place in the rows.
     np.where(needed, np.sum(mask, axis=-1), 0),
     mask.shape[-1],
     np.sum(prompt_mask, axis=-1),

@@ -47,8 +47,10 @@ def _chosen_prompts(
   diagnostics_ = settings.diagnostics
   parts = math.gcd(prompts, update.minibatches * update.micro_batches)
   trained_rows = prompts // parts
+  # Rows remain divisible by the mesh's shards, if those of training are.
   each = shards if trained_rows % shards == 0 else 1
   most = max(trained_rows // diagnostics_.tangents, each)
+  # The largest divisor of the trained rows up to `most`.
   rows = max(n for n in range(each, most + 1, each) if trained_rows % n == 0)
   count = math.ceil(max(3, diagnostics_.share * prompts))
   return count, min(math.ceil(count / rows), prompts // rows), rows
@@ -78,6 +80,7 @@ def make_diagnose(
     prompts = rewards.shape[0]
     count, parts, rows = _chosen_prompts(settings, prompts, shards)
     missing = ~jnp.all(present(rewards), axis=-1)
+    # A stable sort moves complete groups to the front, in their order.
     chosen = jnp.argsort(missing, stable=True)[: parts * rows]
     projections = diagnostics.score_projections(
       lm,

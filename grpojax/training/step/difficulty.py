@@ -52,6 +52,7 @@ def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
       "an endless data set never repeats a prompt, so success rates are "
       "unknown: set data.options.size, or use none"
     )
+  # The smallest group size takes the most prompts per step.
   prompts = samples_per_step(settings) // min(group_sizes(settings))
   strata = _strata(examples)
   for size, weight in strata:
@@ -129,6 +130,7 @@ def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
     examples: Sequence[Mapping[str, Any]],
     correctness: Float[np.ndarray, "B G"],
   ) -> TrainState:
+    # A comparison alone would turn NaN, no judgement, into False.
     correct = np.where(np.isnan(correctness), np.nan, correctness >= CORRECT)
     indices = np.array([example[INDEX] for example in examples], np.int32)
     arrays = mesh_lib.place((indices, correct.astype(np.float32)), mesh)
@@ -151,6 +153,7 @@ def metrics(
   row: dict[str, int | float] = {
     "success_rate_mean": float(np.mean(a / (a + b))),
     "success_rate_std": float(np.std(a / (a + b))),
+    # A completion adds to a + b, which is twice `PRIOR` before the first.
     "prompts_seen": float(np.mean(a + b > 2 * success_rates.PRIOR)),
     "prompts_asked": len(numbers),
   }

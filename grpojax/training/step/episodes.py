@@ -159,12 +159,14 @@ def join_prompt(
   two cannot be joined or exceed `data.max_prompt_length`.
   """
   prompt = example["prompt"]
+  # Messages continue a chat; a text prompt becomes its first message.
   if observation and not isinstance(observation, str):
     if isinstance(prompt, str):
       text = data.template.strip().format(prompt=prompt)
       prompt = [{"role": "user", "content": text}]
     prompt = [*prompt, *observation]
   elif observation:
+    # A text is appended to the last text, which may be the whole prompt.
     *before, last = [{"content": prompt}] if isinstance(prompt, str) else prompt
     text = last.get("content")
     if not isinstance(text, str):
@@ -224,6 +226,7 @@ def make_player(
     table = _Episodes(
       policy, pool, encode, examples, seeds, failed, check_signals
     )
+    # Reset the environments, and append their observations to the prompts.
     observed = table.reset()
     if any(observed):
       longest = settings.data.max_prompt_length
@@ -231,6 +234,7 @@ def make_player(
       if mesh is not None:
         joined = mesh_lib.place(joined, mesh, "batch")
       prompts = prompts.replace(**joined)
+    # Decode and step the environments in turn until all episodes end.
     rollout = yield from episodes.play(
       programs,
       params,
@@ -246,6 +250,7 @@ def make_player(
       rollout = mesh_lib.map_rows(
         lambda x, *names: mesh_lib.place(x, mesh, *names), rollout
       )
+    # Transcripts show the prompt with its observation.
     for i, group in zip(table.prompts, table.transcripts, strict=True):
       for row in group:
         row["prompt"] = examples[i]["prompt_text"]
@@ -267,6 +272,7 @@ def _in_order(
   turns: Sequence[Turn], answers: dict[tuple[int, int], Answer]
 ) -> list[Answer]:
   """Gathers the answers of all processes, in the order of `turns`."""
+  # Flat rows, because `gather` sends JSON; places become keys again below.
   rows = [[i, j, *answer] for (i, j), answer in answers.items()]
   answers = {
     (i, j): Answer(*answer)
@@ -332,10 +338,12 @@ class _Episodes:
       try:
         example[READ], example["prompt_text"], ids = join(example, observed[i])
       except ValueError as error:
+        # A failed group keeps its rows, so it needs a prompt of valid length.
         example[READ], example["prompt_text"], ids = join(example, "")
         if i in self.prompts:
           self._fail(i, str(error))
       rows.append(ids)
+    # Rows of the batch beyond the examples are empty padding.
     rows += [[]] * (len(self.seeds) - len(rows))
     # `longest` may be 0, or less than the prompt of a chat.
     width = max(longest, -(-max(map(len, rows)) // 32) * 32)
@@ -344,6 +352,7 @@ class _Episodes:
     return {"prompt_ids": joined.prompt_ids, "prompt_mask": joined.prompt_mask}
 
   def _fail(self, i: int, error: str) -> None:
+    # A group shares the state of a single reset, so it is ended once.
     if (state := self.states.get((i, 0))) is not None:
       seed = int(self.seeds[i, 0])
       self.unended.append(("end", state, self.examples[i], seed))
@@ -367,6 +376,7 @@ class _Episodes:
     calls = [self._call("end", turn) for turn in alive]
     steps = self._collect(calls + self.unended)
     answers = {_place(x): Answer() for x in cut if x.prompt in self.prompts}
+    # Results of `unended` calls follow, and are not used.
     for turn, step in zip(alive, steps, strict=False):
       row = self._transcript(*_place(turn))
       answer = self.failed
@@ -377,6 +387,7 @@ class _Episodes:
       else:
         answer = Answer((), float(step.reward))
         rewards = row["turn_rewards"]
+        # The turn that was cut off has no entry unless it was answered.
         rewards += [0.0] * (turn.turn + 1 - len(rewards))
         rewards[turn.turn] += answer.reward
       answers[_place(turn)] = answer
@@ -391,6 +402,8 @@ class _Episodes:
     row["messages"].append({"role": "assistant", "content": text})
     ids = []
     if not isinstance(step, str):
+      # The model reads the observation if the episode goes on. If encoding
+      # fails, so does the episode, whose environment has still to be ended.
       self.states[place] = step.state
       try:
         if not step.done:

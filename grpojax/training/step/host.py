@@ -144,11 +144,13 @@ def make_sample_and_reward(
     first_prompt=None,
     check: Callable[[], None] = check_signals,
   ) -> Generator[Any, None, tuple[Rollout, GroupRewards]]:
+    # Divide the batch; each part has its prompts and, if any, its first number.
     first = [] if first_prompt is None else [mesh_lib.place(first_prompt, mesh)]
     batches = [(prompts, *first)] if parts == 1 else split(prompts, *first)
     rows = len(examples) // parts
     part_examples = [examples[i * rows :][:rows] for i in range(parts)]
     params = move(params)
+    # Dispatch the sampling of all parts without waiting for it.
     if player is None:
       sampled = [
         episodes.sampled(sampler(params, part, key, *number))
@@ -160,8 +162,10 @@ def make_sample_and_reward(
         player(params, part, part_examples[i], key, *n, check_signals=check)
         for i, (part, *n) in enumerate(batches)
       ]
+      # The first `next` starts the devices; `play_together` continues below.
       yield [next(play) for play in playing]
       sampled = play_together(*playing)
+    # Submit each part's texts as soon as it is sampled.
     submitted = []
     try:
       for i, part in enumerate(sampled):
@@ -172,6 +176,7 @@ def make_sample_and_reward(
     except BaseException:
       abandon([part.pending for part in submitted])
       raise
+    # Wait for the workers, and join the parts.
     _, rewards = rewards_lib.collect_rewards(
       reward_pool, examples, submitted, check
     )
@@ -217,11 +222,13 @@ class HostStep:
     self.reward_pool = reward_pool
     self.check_signals = check_signals
     self.ref_params = ref_params
+    # Programs of the step, each compiled at its first use.
     self.copy_params = reference.make_copy(shardings.params)
     self.programs = make_programs(
       settings, policy, group_size, tx, shardings, budgets
     )
     sampling_mesh = batches_lib.own_sampling_mesh(settings, mesh)
+    # Separate sampling devices need copies of the parameters.
     move = lambda params: params
     if settings.mesh.sampling_devices:
       dtype = settings.model.dtype
@@ -293,6 +300,7 @@ class HostStep:
     reference_params = self.ref_params if following is None else following
     key = jax.random.fold_in(state.key, state.step)
 
+    # Sample and reward, or continue from the rollout drawn ahead.
     if pending is None:
       args = state.params, prompts, examples, key, timer, self.first_prompt
       rollout, rewards = _run_whole(self.sample_and_reward, *args)
@@ -300,27 +308,32 @@ class HostStep:
       rollout, rewards, prompts_read = pending
       for example, read in zip(examples, prompts_read, strict=True):
         example |= read
+    # Start to sample the next step from the same parameters.
     started = finish = None
     if upcoming:
       check = lambda: updating.is_set() or self.check_signals()
       started, finish = self._draw_ahead(state, upcoming, timer, check)
     self.check_signals(together=True)
+    # Replace groups without a gradient, if filter_groups is on.
     batch = resampling.ResampledBatch(
       rollout, rewards, rewards, examples, np.arange(len(examples))
     )
     if self.resample_groups is not None:
       batch = self.resample_groups(state.params, batch, key, timer, take)
+    # Metrics computed on the host.
     metrics = {**batch.metrics, **rewards_lib.metrics(batch.drawn)}
     metrics |= mixtures.metrics(settings, batch.examples, batch.drawn.rewards)
     if state.difficulty is not None:
       metrics |= difficulty.metrics(state, prompts, examples)
 
     if diagnosed:
+      # With sampling.ahead only the next step's samples are on-policy.
       samples = finish()[:2] if finish else (rollout, rewards)
       metrics |= self._diagnose(state, *samples)
       timer("diagnosis")
       self.check_signals(together=True)
 
+    # Compute the advantages and log-probabilities of the batch.
     update_batch, batch_metrics = self._make_batch(
       state, batch, prompts, reference_params
     )
@@ -337,10 +350,12 @@ class HostStep:
     if state.difficulty is not None:
       right = rewards_lib.correctness(self.reward_pool, rewards, examples)
       state = self.update_success_rates(state, examples, right)
+    # Only an exact KL term runs the reference model in the update.
     exact_reference = reference_params if settings.loss.has_exact_kl else None
     state, update_metrics = self.programs.update(
       state, update_batch, exact_reference
     )
+    # The rewards of the next step are computed while the devices update.
     pending = finish() if finish else None
     rows = []
     due = number % settings.log.samples_every == 0
@@ -348,6 +363,7 @@ class HostStep:
       rows = sample_rows.of_batch(settings, self.policy, batch, update_batch)
     metrics["reward_counts"] = sample_rows.reward_counts(batch.drawn.rewards)
     state = self.advance_stream(state, batch.more_prompts)
+    # This waits for the update.
     metrics = mesh_lib.fetch(batch_metrics | update_metrics) | metrics
     timer("update")
 
@@ -384,6 +400,7 @@ class HostStep:
     if values.dtype != np.float32:
       # One offset for all prompts, because the diagnosis compares prompts.
       values = (values - np.nanmean(values)).astype(np.float32)
+      # Vanilla has no baseline, so its error depends on the offset.
       unknown = {"gradient_mse_vanilla": np.nan}
     placed = mesh_lib.place(values, self.mesh, "batch", "group")
     metrics = self.diagnose(state.params, rollout, placed, diagnosis_key(state))

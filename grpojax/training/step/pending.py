@@ -60,10 +60,12 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   for kind in names:  # numbered, since users' names may not be file names
     values = getattr(rewards, kind).values()
     arrays |= {f"{kind}/{i}": value for i, value in enumerate(values)}
+  # Failures, prompts and names are JSON text, stored as an array of bytes.
   about = json.dumps([rewards.failures, prompts, names]).encode()
   file = io.BytesIO()
   np.savez(file, about=np.frombuffer(about, np.uint8), **arrays)
   content = file.tell().to_bytes(_HEADER, "little") + file.getvalue()
+  # Round up to a multiple of a power of two.
   unit = 1 << (len(content).bit_length() - 3)  # 1/8 to 1/4 of the length
   content = content.ljust(-(-len(content) // unit) * unit, b"\0")
   stored = np.frombuffer(content, np.uint8)

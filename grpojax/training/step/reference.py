@@ -100,6 +100,7 @@ def hinted(template: str, example: Mapping[str, Any]) -> Any:
   values = {name: example.get(name, "") for name in tokenizer.fields(template)}
   if isinstance(prompt, str):
     return template.format(**values | {"prompt": prompt})
+  # In a chat the template surrounds only the last message.
   *before, last = prompt
   values["prompt"] = last["content"]
   return [*before, {**last, "content": template.format(**values)}]

@@ -249,6 +249,7 @@ def collect_rewards(
   """
   texts = own_texts = [group for part in parts for group in part.texts]
   sizes = [part.prompts for part in parts]
+  # The devices run the reward model while the workers run the functions.
   if every_text or reward_pool.model:
     texts = gather_rows(texts, sizes)
   by_model = reward_pool.model(examples, texts) if reward_pool.model else None
@@ -301,12 +302,14 @@ def compute_rewards(
 
 def _batch_order(sizes: Sequence[int]) -> Int[np.ndarray, "B"]:
   """Returns the index of each batch row in the gathered rows."""
+  # Each process sends its rows part after part.
   parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
   by_process = [
     part[distributed.rows_of(process, len(part))]
     for process in range(distributed.count())
     for part in parts
   ]
+  # The inverse permutation: place of each batch row in the gathered rows.
   return np.argsort(np.concatenate(by_process))
 
 
@@ -340,6 +343,7 @@ def _gather_rewards(
       ],
     )
 
+  # JSON keeps no types of arrays, so `parse` restores them.
   fields = distributed.gather(_map_arrays(np.ndarray.tolist, rewards))
   return take_groups(join_groups(map(parse, fields)), _batch_order(sizes))
 
@@ -397,6 +401,7 @@ def add_model(
   by_model = by_model.astype(np.float32)
   finite = np.abs(by_model) <= LARGEST
   failures = [[[*failed] for failed in group] for group in rewards.failures]
+  # Each invalid reward becomes a failure, and its completion has no reward.
   for b, g in np.argwhere(~finite).tolist():
     reason = f"returned {by_model[b, g]}"
     prompt = examples[b]["prompt_text"]
@@ -449,6 +454,7 @@ def correctness(
   judges = reward_pool.judges
   rows = []
   for i, example in enumerate(examples):
+    # The judge of the data set decides, or else the first function.
     source = example.get(SOURCE)  # users' columns may have any type
     name = judges.get(source) if isinstance(source, str) else None
     rows.append(rewards.values[name or reward_pool.pool.names[0]][i])
@@ -465,6 +471,7 @@ def metrics(rewards: GroupRewards) -> dict[str, int | float]:
   """
   failures = groups.all_failures(rewards)
   row: dict[str, int | float] = {"reward_failures": len(failures)}
+  # The devices have shifted or rounded rewards, with inexact metrics.
   if rewards.rewards.dtype != np.float32:
     row["reward_mean"] = float(np.nanmean(rewards.rewards))
     row["reward_std"] = float(np.nanstd(rewards.rewards))

@@ -56,6 +56,7 @@ def split_prompts(
 
 def join_rollouts(parts: list[Rollout]) -> Rollout:
   """Joins the rollouts of parts, whose prompts may differ in length."""
+  # Pad prompts to the same length before joining.
   longest = max(part.prompt_ids.shape[-1] for part in parts)
   parts = [pad_prompts(part, longest) for part in parts]
   whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
@@ -156,6 +157,7 @@ def moved_params(
 
   if policy.frozen is not None:
     return moved  # adapters are small and not cast
+  # Casting before the copy moves fewer bytes.
   cast = jax.jit(functools.partial(passes.cast, dtype=jnp.dtype(dtype)))
   return lambda params: moved(cast(params))
 
@@ -172,6 +174,7 @@ def on_sampling_mesh(
   sampling devices already have them (`moved_params`).
   """
   samplers = {}  # by the number of prompts
+  # Separate devices get their copy of frozen weights once, not at each call.
   if not set(sampling_mesh.devices.flat) & set(mesh.devices.flat):
     shardings = sharding.shardings(program.args, sampling_mesh)
     frozen = jax.device_put(program.args, shardings)
