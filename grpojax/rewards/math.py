@@ -241,12 +241,12 @@ def _boxed(text: str) -> str | None:
       continue
     if answers:
       # `later` is the place of the next box in the text, found before this one.
-      between = text[end : later - 1] if end < later <= end + 30 else ""
+      between = text[end:later] if end <= later < end + 30 else ""
       if not _JOINED.fullmatch(between):
         break
     if answer:
       answers.insert(0, answer)
-      later = place
+      later = place - (text[place] != "\\")  # of the backslash
   return ", ".join(dict.fromkeys(answers)) or None
 
 

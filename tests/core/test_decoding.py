@@ -197,7 +197,6 @@ def test_compaction_takes_rows_of_each_device():
   np.testing.assert_array_equal(new, [0, 1, -2, 3, -4, 5, 6, 7])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.int32])
 def test_experts_are_unpacked_as_packed(dtype):
   experts = jnp.arange(2 * 3 * 4 * 5, dtype=dtype).reshape(2, 3, 4, 5)
@@ -206,6 +205,7 @@ def test_experts_are_unpacked_as_packed(dtype):
   np.testing.assert_array_equal(unpacked, experts)
 
 
+@pytest.mark.slow
 def test_a_token_copies_neither_cache_nor_weights():
   """The compiled loop copies only small arrays."""
   lm = transformer(TransformerConfig(layers=2, **SHAPE))

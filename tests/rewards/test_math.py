@@ -31,6 +31,8 @@ def test_hand_labelled_completions():
     ("The answer is 3. 4", "3"),
     ("3 4", "4"),
     (r"\boxed{ } #### 2", "2"),
+    (r"\boxed{1}\boxed{2}", "1, 2"),
+    (r"\fbox{1}\fbox{2}", "1, 2"),
     ("####\nThe answer is 3.", "3"),
     (r"\boxed{5", None),
     (r"<answer>1</answer> \boxed{2}", "1"),
