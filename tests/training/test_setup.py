@@ -21,6 +21,7 @@ OFF = {
   *(f"environment.{x}" for x in ("tool_format", "template", "timeout")),
   *(f"environment.max_{x}" for x in ("turns", "turn_tokens", "observation")),
   *(f"environment.{x}" for x in ("action", "workers", "check")),
+  *(f"loss.{x}" for x in ("kl", "entropy_coef_max", "entropy_coef_delta")),
 }
 """Settings of features that are off in the toy run and have their own tests."""
 
