@@ -164,7 +164,7 @@ def compare(name, one, other, start):
   assert max(jax.tree.leaves(moved)) > 1e-3, moved
 
 
-def programs(model, devices, changes):
+def programs(model, devices, changes, samples=None):
   """Returns the samples, batch and gradient of one step."""
   settings = settings_of(model, changes)
   mesh = setup.make_mesh(settings, jax.devices()[:devices])
@@ -174,10 +174,14 @@ def programs(model, devices, changes):
   prompts = Prompts(ids, jnp.ones(ids.shape, bool))
   prompts = jax.device_put(prompts, mesh_lib.batch_sharding(mesh, B))
   with jax.set_mesh(mesh):
-    key = jax.device_put(jax.random.key(1), NamedSharding(mesh, P()))
+    everywhere = NamedSharding(mesh, P())
+    key = jax.device_put(jax.random.key(1), everywhere)
     sampling = settings.sampling.distribution
-    sampler = sampling_lib.make_sampler(settings, policy, G, sampling, mesh)
-    samples = sampler(policy.params, prompts, (), key).rollout
+    if samples is None:
+      sampler = sampling_lib.make_sampler(settings, policy, G, sampling, mesh)
+      samples = sampler(policy.params, prompts, (), key).rollout
+    else:
+      samples = jax.device_put(samples, everywhere)
     rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3
     make_batch = policy_lib.jit(policy, make_batch_program(settings))
     reference = jax.tree.map(lambda x: 0.9 * x, policy.params)
@@ -215,6 +219,31 @@ def quick():
     close(grads, same, 1e-6)
 
 
+def bfloat16():
+  """Compares gradients in bfloat16, on a mesh and on one device, with float32.
+
+  Whole runs would differ: Adam scales rounding errors up to full updates.
+  """
+
+  def distance(a, b):
+    a = np.concatenate([*map(np.ravel, jax.tree.leaves(a))])
+    b = np.concatenate([*map(np.ravel, jax.tree.leaves(b))])
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+  cut = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+  whole = {"optim.minibatches": 1}
+  half = whole | {"model.dtype": "bfloat16"}
+  with tempfile.TemporaryDirectory() as directory:
+    path = make_model(pathlib.Path(directory), **MODELS["llama"])
+    samples, _, one = programs(path, 1, half)
+    again, *_ = programs(path, 8, half | cut)
+    assert np.mean(samples.completion_ids == again.completion_ids) > 0.9
+    *_, mesh = programs(path, 8, half | cut, samples)
+    *_, exact = programs(path, 1, whole, samples)
+    assert max(distance(one, exact), distance(mesh, exact)) < 0.1
+    assert distance(mesh, one) < 0.05
+
+
 def main(cases):
   """Runs cases: [model, settings of all, settings of each mesh]."""
   for model, settings, meshes in cases:
@@ -231,5 +260,5 @@ def main(cases):
 
 if __name__ == "__main__":
   program, *cases = sys.argv[1:]
-  PROGRAMS = {"quick": quick, "runs": main}
+  PROGRAMS = {"quick": quick, "bfloat16": bfloat16, "runs": main}
   PROGRAMS[program](*map(json.loads, cases))

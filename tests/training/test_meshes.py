@@ -69,9 +69,10 @@ def on_eight_devices(*arguments):
 
 
 @pytest.mark.slow
-def test_a_step_on_a_mesh_equals_one_device():
+@pytest.mark.parametrize("program", ["quick", "bfloat16"])
+def test_a_step_on_a_mesh_equals_one_device(program):
   """Samples on another mesh, reference log-probabilities, and gradient."""
-  on_eight_devices("quick")
+  on_eight_devices(program)
 
 
 @pytest.mark.slow
