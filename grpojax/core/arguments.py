@@ -131,7 +131,7 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> None:
 def call_reward(
   reward_fn: Callable[[Rollout, Any], Any], samples: Rollout, targets: Any
 ) -> Any:
-  """Returns the rewards; TypeError if a jitted step's values are read."""
+  """Returns the rewards; TypeError if `reward_fn` reads traced values."""
   try:
     return reward_fn(samples, targets)
   except TypeError as error:

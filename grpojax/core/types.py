@@ -94,12 +94,12 @@ class LM(NamedTuple):
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
       once the work that each token would repeat (casts, tables of positions,
       gathering of split parameters), for a rollout of at most `longest` tokens
-      per row, prompt included, in the formats of `Sampling.formats` or, with
-      None, for a forward pass over whole completions.
+      per row, prompt included, in the formats of `Sampling.formats` or, if
+      `longest` is None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> ForwardOutput`, or None: `prefill` and
       `extend` (without a cache) in one. With `flat`, a `flat_tokens.FlatTokens`
-      of prompts [B, P] and of rows [n, 1, S] of a prompt each, `hidden` is
+      of prompts [B, P] and of rows [n, 1, S] of one prompt each, `hidden` is
       [C, 1, N, D] of the rows' tokens; else [B, G, S, D].
     has_experts: True for a mixture of experts, whose functions take more
       options. `prefill` and `extend` (with a cache) return the experts of each

@@ -115,9 +115,9 @@ def optimal_token_baseline(
   sample's own reward. If no other sample is as long, their plain mean is the
   baseline.
 
-  With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in the place
-  of (1 - p)^2 it is verl's `optimal_token_baseline` and, for several turns,
-  `tir_optimal_token_baseline` with handle_zero_tail: the own reward in the mean
+  With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in place of
+  (1 - p)^2 it is verl's `optimal_token_baseline` and, for several turns,
+  `tir_optimal_token_baseline` with handle_zero_tail: its own reward in the mean
   rescales each token's gradient, and a lone longest sample has no baseline.
 
   `rewards` are R of samples, [*B, G], or of tokens, [*B, G, T]: the rewards

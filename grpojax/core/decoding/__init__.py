@@ -66,7 +66,7 @@ class Setup(NamedTuple):
   params: Params  # prepared with it
   prefix: Prefix
   keys: Key[Array, "B G"]
-  limit: Int[Array, "B G"]  # most tokens of each sample
+  limit: Int[Array, "B G"]  # maximum tokens of each sample
   ends: ends_lib.Ends  # on the device
   sampling: Sampling
   environment: environment_lib.Environment | None = None

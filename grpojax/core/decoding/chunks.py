@@ -27,7 +27,7 @@ class Trajectories:
 
   prefix: Prefix
   keys: Key[Array, "B G"]
-  limit: Int[Array, "B G"]  # most tokens of each row, observations included
+  limit: Int[Array, "B G"]  # maximum tokens of each row, with observations
   samples: loops.Samples  # `finished` is set by the environment, not by an EOS
   turns: Int[Array, "B G T"]  # as `Rollout.turns`
   turn: Int[Array, "B G"]  # number of each row's turn
@@ -309,7 +309,7 @@ def finish(
   finished: Bool[Array, "B G"],
   rewards: Float[Array, "B G K"],
 ) -> Rollout:
-  """Returns the rollout, with the environments' rewards of the turns."""
+  """Returns the rollout, with the rewards that environments gave to turns."""
   samples = rows.samples
   t_max = rows.turns.shape[-1]
   return Rollout(

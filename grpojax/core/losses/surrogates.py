@@ -211,7 +211,7 @@ def sapo(
   sapo_temperature_pos: float | int = 1.0,
   sapo_temperature_neg: float | int = 1.05,
 ) -> tuple[Tokens, Aux]:
-  """SAPO: a sigmoid in the place of the clip.
+  """SAPO: a sigmoid in place of the clip.
 
   -A (4 / tau) sigmoid(tau (r - 1)), with a separate tau > 0 for A > 0 and for A
   <= 0 (arXiv 2511.20347, equations 5 and 6); on-policy -2 A / tau, not -A. Logs
