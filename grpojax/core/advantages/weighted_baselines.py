@@ -79,8 +79,8 @@ def score_weighted(
 ) -> Float[Array, "*B G"]:
   """Reward minus the uncertainty-weighted mean of the group's other rewards.
 
-  w = (sum_t (1 - p_t)^2)^power: 2 for tokens whose scores point the same way,
-  whose sum grows as their number; 1 for independent ones; 0 is `leave_one_out`.
+  w = (sum_t (1 - p_t)^2)^power. A power of 2 is for tokens whose scores point
+  the same way and add up, 1 for independent ones; 0 is `leave_one_out`.
   """
   rewards = as_float(rewards, "score_weighted", least=2)
   weights = _power(jnp.asarray(logit_score_sq), power)

@@ -307,7 +307,7 @@ def _append(
     episodes = episodes._replace(
       read=episodes.read + (alive & ~drawn), turns=at_t(episodes.turns, turn)
     )
-    # From here on `ended` is the environment's: the end of a turn asks it.
+    # From here on `ended` marks trajectories that the environment has ended.
     episodes, ended, over = environment_lib.advance(
       setup.environment, episodes, rows, setup.keys, length, setup.limit, ended
     )
