@@ -87,7 +87,7 @@ class LM(NamedTuple):
     align_cache_rows: `(cache, ends [B, G], index, slots) -> cache` of `slots`
       tokens, which moves the token before slot `ends` of each row to just
       before slot `index`, where all rows are written next; or None: then rows
-      cannot wait for an environment of the host (`decoding.chunks`).
+      cannot wait for an environment on the host (`decoding.chunks`).
     map_prefix_rows: `(function, prefix) -> prefix`, maps a function of arrays
       [B, ...] over the prompts of a prefix; or None. With it, a rollout of one
       sample per prompt leaves out finished prompts.
