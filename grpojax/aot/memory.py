@@ -67,9 +67,9 @@ def _renamed(
 
 
 def result(inputs: Iterable[Instruction], i: Instruction) -> tuple[Shape, ...]:
-  """Returns the shapes of a result, also if the instruction is asynchronous.
+  """Returns the shapes of a result, even if the instruction is asynchronous.
 
-  A `copy-start` has (result, operand, context), other starts have (operands,
+  A `copy-start` has (result, operand, context); other starts have (operands,
   results, contexts). Contexts are scalars in another memory.
   """
   if i.opcode == "copy-start":

@@ -179,7 +179,7 @@ def _device_prompts(run: Run) -> Prompts:
 def lower(run: Run, name: str) -> jax.stages.Lowered:
   """Lowers the program `name` of a step on its mesh.
 
-  That is "step" with reward.on_device, else "rollout", "reference" or "update".
+  It is "step" with reward.on_device, else "rollout", "reference" or "update".
   """
   settings = run.settings
   state = run.state

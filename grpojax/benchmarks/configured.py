@@ -68,7 +68,7 @@ def open_run(settings: TrainSettings) -> programs.Run:
 
 
 def open_shapes(settings: TrainSettings) -> programs.Run:
-  """Opens a run as shapes; ValueError if the devices are too small."""
+  """Opens a run without its arrays; ValueError if memory is too small."""
   mesh = setup.make_mesh(settings)
   batches_lib.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)

@@ -56,7 +56,7 @@ def _vocabulary(lm: LM, params: Params, ids: Array, mask: Array) -> int:
 def check_params(params: Params) -> None:
   """Raises ValueError for parameters of a dtype that cannot be trained.
 
-  In float16, squared gradients and Adam's eps, its divisors, underflow to 0.
+  In float16, squared gradients and Adam's eps, by which it divides, become 0.
   """
   for path, leaf in jax.tree.leaves_with_path(params):
     dtype = jnp.result_type(leaf)
@@ -131,7 +131,7 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> None:
 def call_reward(
   reward_fn: Callable[[Rollout, Any], Any], samples: Rollout, targets: Any
 ) -> Any:
-  """Returns the rewards; TypeError if a jitted step's values are read."""
+  """Returns the rewards; TypeError if `reward_fn` reads traced values."""
   try:
     return reward_fn(samples, targets)
   except TypeError as error:

@@ -47,7 +47,7 @@ def make_batch(
     rollout: Completions.
     rewards: Rewards [B, G] or, with turns, [B, G, K]: after each turn, 0 after
       the end. Completions whose reward is not finite, or whose prompt has no
-      tokens, take no part in baselines and the loss.
+      tokens, take no part in baselines or the loss.
     objective: Objective of the update. A custom advantage function gets arrays
       of `sample_weights` by the names of its parameters.
     options: Options of the update; its micro-batches are used here too. A

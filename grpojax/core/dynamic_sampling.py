@@ -12,7 +12,7 @@ for all weightings but `token_mean`; docs/data.md lists the remaining effects.
 `batch_std` also divides by the deviation of the batch. Squared deviations are 0
 in groups of equal rewards too, so the deviation of the kept groups is 1 /
 sqrt(p) times that of all groups, and the factor is sqrt(p) (`batch_std_scale`):
-exact if no more groups are drawn, else up to O(1 / B), as a batch's deviation.
+exact if no more groups are drawn, else like a batch's deviation up to O(1 / B).
 """
 
 import math

@@ -249,7 +249,7 @@ def advance(
 
 
 def returns(rollout: Rollout, targets: Any = None) -> Float[Array, "B G K"]:
-  """Returns the environment's rewards of turns, as a `reward_fn`."""
+  """A `reward_fn` that returns the environment's rewards of turns."""
   if rollout.turn_rewards is None:
     raise ValueError("grpojax.returns needs an environment: give environment=")
   return rollout.turn_rewards

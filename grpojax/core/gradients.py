@@ -148,10 +148,10 @@ def micro_batch_loss(
   totals: MinibatchTotals,
   entropy_coefficient: Any,
 ) -> tuple[Float[Array, ""], MicroBatchValues]:
-  """Returns the loss of a micro-batch, to be differentiated by `params`.
+  """Returns the loss of a micro-batch, differentiable in `params`.
 
   Weights and totals are computed over the whole minibatch; arrays of tokens are
-  this part's.
+  this micro-batch's.
   """
   # Log-probabilities and entropies under `params`
   batch = map_rows(constrain, batch)
@@ -243,7 +243,7 @@ def _reduce_metrics(
   def mean(values):
     return jnp.sum(jnp.where(mask, values, 0)) / count
 
-  ratios = arrays["ratio"]  # 1 on padding, the value without any token
+  ratios = arrays["ratio"]  # 1 on padding; logged if there are no tokens
   real = mask | ~jnp.any(mask)
   return {
     "mean": {k: mean(v) for k, v in arrays.items() if k != "ratio"},
@@ -262,7 +262,7 @@ def minibatch_gradient(
 ) -> Gradient:
   """Returns the loss of a minibatch and its gradient.
 
-  `weights` are from `losses.WEIGHTINGS`; packed, `micro_batches` is a maximum.
+  `weights` are from `losses.WEIGHTINGS`. Packing may use fewer `micro_batches`.
   """
   if batch.sample_weights is not None:
     weights = weights * batch.sample_weights[..., None]

@@ -51,7 +51,7 @@ def completion_hidden(
 
   A token is predicted by the state of the token before it; the first token of a
   completion (position 0) by the state of the last prompt token. States are [B,
-  G, S, D] or, `flat`, [C, 1, N, D]; the load is None without `load_weights`.
+  G, S, D] or, if `flat`, [C, 1, N, D]; the load is None without `load_weights`.
   """
   options = dict(positions=positions, segments=segments)
   optional = dict(flat=flat, load_weights=load_weights, replayed=replayed)
@@ -102,8 +102,8 @@ def _logprob_and_entropy(
 ) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
   """Returns log-probabilities of `ids` under softmax(logits), and entropies.
 
-  Derivatives by a logit z_v: [v = id] - p_v and, with `entropy_gradient`, of
-  the entropy -p_v (log p_v + entropy). Their transpose takes one pass.
+  Derivatives with respect to a logit z_v: [v = id] - p_v and, of the entropy,
+  -p_v (log p_v + entropy) if `entropy_gradient`. Their transpose is one pass.
   """
   return _logprob_entropy_lse(logits, ids)[:2]
 
@@ -131,8 +131,8 @@ def _kl_divergence(
 ) -> Float[Array, "*n"]:
   """Returns KL(softmax(logits) || softmax(ref_logits)) for R >= V.
 
-  The policy has no ids from V on. The derivative by a logit z_v is
-  p_v (log(p_v / q_v) - KL); the reference is constant.
+  The policy has no ids from V on. The derivative with respect to a logit z_v
+  is p_v (log(p_v / q_v) - KL); the reference is constant.
   """
   return _kl_and_terms(logits, ref_logits)[0]
 

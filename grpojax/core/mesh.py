@@ -115,8 +115,8 @@ def sampling_mesh(
   """Returns the mesh for sampling, on the mesh's devices or on `devices`.
 
   `tensor` devices share each weight, 0 for as many as in training; data and
-  fsdp split only rows (see `LM.prepare`). ValueError if the devices do not
-  divide so.
+  fsdp split only rows (see `LM.prepare`). ValueError if the devices cannot
+  be divided in this way.
   """
   tensor_name = "sampling_tensor" if tensor else "tensor"
   tensor = tensor or mesh.shape["tensor"]
@@ -153,9 +153,9 @@ def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 
 def runs_kernels() -> bool:
-  """Returns True if kernels, which XLA does not split, get a device's part.
+  """Returns True if each device can call kernels on its part of an array.
 
-  This needs a single device, or a mesh in context with only Auto axes.
+  XLA cannot split them: this needs one device, or a mesh of only Auto axes.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.axis_names:
@@ -218,7 +218,7 @@ def activation_sharding(
 def constrain(x: Array, *names: str | None) -> Array:
   """Constrains an activation to its sharding on the mesh in context, if any.
 
-  `names`, from `ACTIVATIONS` or None, are of its leading axes.
+  `names`, from `ACTIVATIONS` or None, are those of its leading axes.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not {SLICE, *AXES} & free_axes(mesh).keys():
@@ -240,7 +240,7 @@ def shardings(
 
   Arrays of at least `min_size` elements are split over the mesh's `axis` along
   their largest dimension that it divides (the first of equals); other arrays
-  stay whole. So an optimizer's moments are split as their parameters. The tree
+  stay whole. An optimizer's moments are split like their parameters. The tree
   has arrays or `jax.ShapeDtypeStruct`s: parameters, or a whole `TrainState`.
   For `grpojax.transformer`, `models.sharding` has rules by parameter name.
   ValueError if the mesh has no such axis.

@@ -73,11 +73,11 @@ class Objective:
   )
   dppo_low: float = not_negative(
     0.2,
-    "dppo_tv: largest fall of a probability; dppo_kl: its divergence in nats",
+    "dppo_tv: largest fall of a probability; dppo_kl: KL of a fall, in nats",
   )
   dppo_high: float = not_negative(
     0.2,
-    "dppo_tv: largest rise of a probability; dppo_kl: its divergence in nats",
+    "dppo_tv: largest rise of a probability; dppo_kl: KL of a rise, in nats",
   )
   dppo_ratio_max: float = one_or_more(
     20.0, "dppo_tv, dppo_kl: upper bound of the ratio"
@@ -123,7 +123,7 @@ class Objective:
     0.0, "coefficient of the load-balancing loss of experts; 0 = off"
   )
   router_replay: bool = option(
-    False, "send each token to its experts of the rollout (R3)"
+    False, "send each token to the experts it had in the rollout (R3)"
   )
   ratio: str | Callable[..., Array] = option(
     "token_ratio",
@@ -140,7 +140,7 @@ class Objective:
   correction: str = option(
     "none",
     "weights of the losses, pi_trainer / pi_rollout: truncated or masked, per "
-    "token or sequence; geometric_mask only drops sequences, by its mean",
+    "token or sequence; geometric_mask only drops sequences, by mean weight",
     CORRECTIONS,
   )
   correction_low: float = option(
@@ -207,8 +207,8 @@ class Objective:
       )
     if self.surrogate == "cispo" and self.ratio == "sequence_ratio":
       reasons["ratio"] = (
-        f"{surrogate} has no gradient through the ratio, which would lose the "
-        "average over tokens: use token_ratio"
+        f"{surrogate} stops the gradient of the ratio, and with it the average "
+        "over a sequence's tokens: use token_ratio"
       )
     errors += [
       f"{name} = {getattr(self, name)!r}: {reason}"

@@ -74,9 +74,9 @@ def scale_by_rounded_adam(
 ) -> optax.GradientTransformation:
   """`optax.scale_by_adam` with both moments in bfloat16 between updates.
 
-  An update computes in float32 and uses the moments before rounding. The bits
-  depend only on the key, the count of updates and the element, on any mesh. The
-  state is optax's `ScaleByAdamState`.
+  An update computes in float32 and uses the moments before rounding. An
+  element's rounding depends only on the key and the count of updates, not on
+  the mesh. The state is optax's `ScaleByAdamState`.
   """
   inner = optax.scale_by_adam(b1, b2)
 
@@ -84,7 +84,7 @@ def scale_by_rounded_adam(
     return _narrow(inner.init(params), jnp.bfloat16)
 
   def update(updates, state, params=None):
-    # A key per update, and below a key per array.
+    # A key per update, from which each array gets its own.
     count_key = jax.random.fold_in(key, state.count)
     updates, new = inner.update(
       optax.tree.cast(updates, jnp.float32), _narrow(state, jnp.float32), params
@@ -129,7 +129,7 @@ def adamw(
 def adafactor(
   *, b1: float, b2: float, moments_dtype: str, seed: int
 ) -> optax.GradientTransformation:
-  """Makes Adafactor's scaling, without first moment (arXiv 1804.04235).
+  """Makes Adafactor's scaling, without a first moment (arXiv 1804.04235).
 
   An array has a second moment per row and per column of its two largest
   dimensions if both have at least 128 elements, else one per element. The decay

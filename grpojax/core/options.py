@@ -62,7 +62,7 @@ def _interval(within: str) -> tuple[str, str, str, str]:
   """Splits "[0, 1)" into its brackets and bounds."""
   match = re.fullmatch(r"([\[(])([^, ]+), ([^, ]+)([\])])", within)
   if not match:
-    raise ValueError(f"{within!r} is no interval like '[0, 1)'")
+    raise ValueError(f"{within!r} is not an interval like '[0, 1)'")
   return match.groups()
 
 

@@ -74,7 +74,7 @@ def rollout(
     eos_ids: Ids that end a completion or a turn, as its last token; or `Ends`.
     pad_id: Id after the end; may equal an EOS.
     sampling: Distribution of the tokens.
-    budgets: Most tokens of each sample, up to T; None means T for all.
+    budgets: Maximum tokens of each sample, up to T; None means T for all.
     first_prompt: Index of the first prompt in the whole batch, if `prompts` are
       a part of it: all parts together give the samples of the whole batch.
     decoding: Shape of the decoding loop; it changes no sample.

@@ -99,7 +99,7 @@ def turn_advantages(
   # Each turn is compared with the same turn of the group's other samples.
   advantages = minus_others(to_go)
   if credit == "turn_reached":
-    # Without another sample in its turn, the baseline is 0, not the advantage.
+    # If no other sample has this turn, the baseline is 0, not the advantage.
     count = jnp.sum(present(to_go), axis=-1, keepdims=True)
     alone = present(to_go) & (count == 1)
     advantages = jnp.where(alone, to_go, advantages)

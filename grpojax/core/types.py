@@ -87,19 +87,19 @@ class LM(NamedTuple):
     align_cache_rows: `(cache, ends [B, G], index, slots) -> cache` of `slots`
       tokens, which moves the token before slot `ends` of each row to just
       before slot `index`, where all rows are written next; or None: then rows
-      cannot wait for an environment of the host (`decoding.chunks`).
+      cannot wait for an environment on the host (`decoding.chunks`).
     map_prefix_rows: `(function, prefix) -> prefix`, maps a function of arrays
       [B, ...] over the prompts of a prefix; or None. With it, a rollout of one
       sample per prompt leaves out finished prompts.
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
       once the work that each token would repeat (casts, tables of positions,
       gathering of split parameters), for a rollout of at most `longest` tokens
-      per row, prompt included, in the formats of `Sampling.formats` or, with
-      None, for a forward pass over whole completions.
+      per row, prompt included, in the formats of `Sampling.formats` or, if
+      `longest` is None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> ForwardOutput`, or None: `prefill` and
       `extend` (without a cache) in one. With `flat`, a `flat_tokens.FlatTokens`
-      of prompts [B, P] and of rows [n, 1, S] of a prompt each, `hidden` is
+      of prompts [B, P] and of rows [n, 1, S] of one prompt each, `hidden` is
       [C, 1, N, D] of the rows' tokens; else [B, G, S, D].
     has_experts: True for a mixture of experts, whose functions take more
       options. `prefill` and `extend` (with a cache) return the experts of each

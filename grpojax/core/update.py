@@ -47,8 +47,8 @@ class UpdateOptions:
   minibatches: int = one_or_more(1, "optimizer updates per pass")
   micro_batches: int = one_or_more(
     1,
-    "parts of a minibatch, whose gradients are summed; if packed, at most this "
-    "number, none of them larger",
+    "parts of a minibatch, whose gradients are summed; packing may use fewer "
+    "parts, none of them larger than without it",
   )
   max_grad_norm: float = option(
     math.inf,
@@ -97,8 +97,8 @@ def off_policy_conflicts(
     correction = f"correction = {objective.correction!r}"
     sources = [f"corrected by {correction}"] * weighs + samples
     reasons["advantage"] = (
-      f"compares subsets of a group, and samples {' and '.join(sources)} have "
-      "their own weights, not the product of a subset's weights, which biases "
+      f"compares subsets of a group, but samples {' and '.join(sources)} are "
+      "weighted one by one, not by the product over a subset, which biases "
       "the gradient: use leave_one_out, or correction = 'none', the format "
       "model and sampling.ahead = 0"
     )
@@ -111,7 +111,7 @@ def off_policy_conflicts(
       f"samples {origin} are not the policy's own: use token_truncate or "
       "another correction, or the format model and sampling.ahead = 0"
     )
-  # In these cases the penalty is of the rollout's log-probabilities.
+  # In these cases the penalty uses the rollout's log-probabilities.
   penalty_of_rollout = options.on_policy or to_rollout
   if (samples or weighs) and objective.kl_in_reward and penalty_of_rollout:
     reasons["kl_placement"] = (
@@ -124,7 +124,7 @@ def off_policy_conflicts(
 def _apply(tx, state: TrainState, grads, max_grad_norm: float):
   """Applies an optimizer update, or skips it if a gradient is not finite.
 
-  Clips gradients in float32 or better, then casts them as the parameters.
+  Clips gradients in float32 or better, then casts them to the weights' dtypes.
   """
   norm = optax.tree.norm(grads)
   # A single nan or inf makes the norm nonfinite.
@@ -182,8 +182,8 @@ def make_update(
   `rollout_clip_fraction_low` and `_high`.
 
   ValueError for `off_policy_conflicts`, or balanced experts of a model without
-  experts; when called, if B does not divide, or for several updates without old
-  log-probabilities.
+  experts; when called, if minibatches do not divide B, or for several updates
+  without old log-probabilities.
   """
   conflicts = off_policy_conflicts(objective, options, sampling).items()
   refuse([f"{k} = {getattr(objective, k)!r}: {why}" for k, why in conflicts])

@@ -61,7 +61,7 @@ def bounds(name: str, value: int | Sequence[int], most: int) -> tuple[int, int]:
   whole = all(isinstance(x, int) for x in pair) and len(pair) == 2
   if not whole or not 1 <= pair[0] <= pair[1] <= most:
     raise ValueError(
-      f"{name} = {value!r}: must be a whole number of 1 to {most}, or a pair "
+      f"{name} = {value!r}: must be a whole number from 1 to {most}, or a pair "
       "(low, high)"
     )
   return int(pair[0]), int(pair[1])

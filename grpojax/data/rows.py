@@ -216,7 +216,7 @@ def load(
   Examples keep all fields of their row; other options are as in `reader`.
   ValueError for a missing file, a malformed row or an empty split.
 
-  - `kind`: "jsonl" or "parquet", `data.name` and the suffix of the files.
+  - `kind`: "jsonl" or "parquet": the `data.name`, and the files' suffix.
   - `rows`: `(file, columns) -> rows`.
   - `keep`: `(file, chosen, reader) -> random access` to the chosen examples.
   - `path`: a file, a pattern of files ("part-*.jsonl"), or a directory with

@@ -88,7 +88,7 @@ def resolve(
 
   if not path:
     if not functions or options:
-      raise ValueError("environment: set path, or set tools without options")
+      raise ValueError("environment: set path or tools; options need a path")
     environment = _of_tools(lambda action: use_tools(action, {}))
   elif path.startswith("gymnasium:"):
     environment = _of_gymnasium(subject, path, options, action)

@@ -209,7 +209,7 @@ def _rows(
   positions: Int[Array, "B G T"],
   filled: Int[Array, ""] | int,
 ) -> tuple[Int[Array, "N S"], Int[Array, "N S"], Bool[Array, "N S"]]:
-  """Joins prompts and the first `filled` completion tokens to rows."""
+  """Joins prompts and the first `filled` completion tokens into rows."""
   batch, group_size, size = ids.shape
   slots = jnp.arange(prefix.state.shape[1] + size)[None, None]
   prompt = jnp.pad(prefix.state, ((0, 0), (0, size)))[:, None]

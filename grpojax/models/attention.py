@@ -106,7 +106,7 @@ def _attend(
   matter. A query without visible keys gets a log-sum-exp near `NEGATIVE`.
   `axes` are q's letters.
   """
-  # Logits have the letter of the keys' slots in the place of channels.
+  # Logits have the letter of the keys' slots in place of channels.
   (slot,) = set(parts[0].axes[0]) - set(axes)
   logits_axes = axes.replace("e", slot)
 

@@ -71,7 +71,7 @@ def _in_window(settings, positions, local, key_positions) -> Array:
 
 
 def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
-  """Returns the mask of a block of a row's keys, and if any key is visible."""
+  """Returns a row's mask for a block of keys, and whether it shows a key."""
   index, positions, segments = keys
   query_index, query_positions, query_segments, local = queries
   block = settings.block

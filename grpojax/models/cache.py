@@ -297,7 +297,7 @@ def write(
 def _write_row(
   axis: int, slots: Array, new: Array, slot: Int[Array, ""]
 ) -> Array:
-  """Writes a slot of `axis` by the kernel; each device writes its own rows."""
+  """Writes a slot of `axis` with the kernel; each device writes its rows."""
   from grpojax.models import decoding_kernels  # Pallas is long to import
 
   write = decoding_kernels.write_row

@@ -43,7 +43,7 @@ _OPTIONAL_SIZES = (
   "num_key_value_heads head_dim moe_intermediate_size num_experts "
   "num_local_experts num_experts_per_tok"
 ).split()
-_MOST_LAYERS = 2**16  # most layers times experts
+_MOST_LAYERS = 2**16  # maximum layers times experts
 _LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
 _LEAST["rms_norm_eps"] = 0.0  # other numbers must be positive
 # The only supported values, unless a family reads the key or fixes another one.

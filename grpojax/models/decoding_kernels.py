@@ -1,4 +1,4 @@
-"""TPU kernels of decoding: for the output head and for the cache.
+"""TPU kernels for decoding: the output head and the cache.
 
 `draw_parts` draws a token from each part of the vocabulary, without logits in
 memory; `core.decoding.sampling.sample_parts` then draws a part. Within a part,
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from grpojax.core.decoding.sampling import NEGATIVE, Parts, share_below
 from grpojax.models.cache import LANES
 
-_ROWS = 256  # most rows per step; draws do not depend on it
+_ROWS = 256  # maximum rows per step; draws do not depend on it
 _BYTES = 2**23  # of VMEM for weights and logits of a part
 _NEW = 2**15  # numbers of new rows per step: 1 MiB of bfloat16 tiles
 

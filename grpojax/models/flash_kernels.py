@@ -109,7 +109,7 @@ def _run(visible: Array) -> _Run:
   return _Run(*(x.astype(jnp.int32)[:, None] for x in (begin, end)))
 
 
-_div = jax.lax.div  # for indices: `//` would handle signs
+_div = jax.lax.div  # for indices: `//` also handles signs
 
 
 def _dot(x: Array, y: Array, over: tuple[int, int]) -> Array:

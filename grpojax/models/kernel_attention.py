@@ -3,7 +3,7 @@
 A segment is a run of tokens with consecutive positions. So a query sees a run
 of keys in its row, up to itself, and a run of keys in the prompt.
 
-The kernels have a backward pass only: `jax.jvp` needs `block_attention`.
+The kernels have no forward-mode derivative: `jax.jvp` needs `block_attention`.
 """
 
 import functools
@@ -117,7 +117,7 @@ def _over_mesh(function, q, row, prompt, seen, *outputs, gradients=False):
   b, g, k, _ = spec = activation_spec(mesh, q.shape, _QUERY_AXES)
   _, group_axes, _, head_axes = sharding.axes_of(spec)
   # Devices that split query heads share the row's keys; those that split a
-  # group also share its prompt. Their gradients are added up over these axes.
+  # group also share its prompt. Shared gradients are summed over these axes.
   sums = tuple(head_axes), (*group_axes, *head_axes)
   in_specs = spec, P(b, g, k), P(b, k), _Seen(P(b, g), P(b, g), P(b))
   return jax.shard_map(
@@ -188,7 +188,7 @@ def kernel_attention(
   scale: float | None = None,
   cap: float | None = None,
 ) -> Float[Array, "B G K R S E"]:
-  """Returns `block_attention` computed by kernels, on "cpu" interpreted.
+  """Returns `block_attention` computed by kernels (interpreted on "cpu").
 
   Segments must be runs of tokens, and prompts padded on the right.
   """

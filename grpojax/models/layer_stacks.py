@@ -85,8 +85,8 @@ def last_layers(
 ) -> tuple[Params, Callable[[Params], Params]]:
   """Separates the last `count` layers, the final norm and an untied head.
 
-  Gradients by these alone skip the layers below. Returns them and a function
-  `merge` that maps them to the parameters of the whole model.
+  Gradients with respect to these skip the layers below. Returns them and a
+  function `merge` that maps them to the parameters of the whole model.
   """
   total = layer_count(params["layers"])
   if not 1 <= count <= total:

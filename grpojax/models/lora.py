@@ -1,4 +1,4 @@
-"""Low-rank adapters: W + scale * A B in the place of frozen matrices W.
+"""Low-rank adapters: W + scale * A B in place of frozen matrices W.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv
 2106.09685), equation 3. Only A [in, r] and B [r, out] are trained. B starts at
@@ -44,7 +44,7 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
     raise ValueError(f"targets {targets!r}: {error}") from None
   wrong = ", ".join(sorted(set(chosen) - set(matrices)))
   if wrong or not chosen:
-    matched = f"{wrong}, no projections" if wrong else "nothing"
+    matched = f"{wrong}, not projections" if wrong else "nothing"
     raise ValueError(
       f"targets {targets!r} match {matched}; there are {', '.join(matrices)}"
     )

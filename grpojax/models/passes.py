@@ -38,7 +38,7 @@ ROPE = "rope"  # name of the rotary tables in prepared parameters
 def cast(params: Params, dtype: Any) -> Params:
   """Casts parameters to `dtype`, except scales, biases, embeddings and routers.
 
-  The gradients of the former are sums over all tokens, too inexact in bfloat16.
+  Gradients of the first three are sums over tokens, too inexact in bfloat16.
   A rounded router would choose other experts (`moe.route`).
   """
 
@@ -220,8 +220,8 @@ class Passes:
 
   config: TransformerConfig
   dtype: Any  # of computation
-  # Name in `layer_stacks.REMAT`; None for decoding, which has no backward pass
-  # and gathered parameters.
+  # Name in `layer_stacks.REMAT`; None for decoding, which has gathered
+  # parameters and no backward pass.
   remat: str | None
   row_attention: RowAttention | None  # for rows of more than `WHOLE` tokens
   platform: str | None = None  # for decoding (`cache.write`)
@@ -302,7 +302,7 @@ class Passes:
       )
       return x, (row, routed.experts if record else None)
 
-    # Sliced, XLA:TPU would copy each layer's experts for every token.
+    # If sliced, XLA:TPU would copy each layer's experts for every token.
     on_tpu = self.platform == "tpu"
     whole = moe.matrices_of(layer_stacks.stacks(params)[0]) if on_tpu else ()
     slots = tuple(zip(*cache.blocks, strict=True))  # the blocks of each stack
@@ -401,7 +401,7 @@ class Passes:
     With two, XLA:TPU held five arrays of the table's size for the gradient.
     """
     b, g, s = ids.shape
-    if sample_cuts(b, g)[1] > 1:  # joined, completions would change devices
+    if sample_cuts(b, g)[1] > 1:  # if joined, completions would change devices
       return self._embed(params, prompt_ids[:, None]), self._embed(params, ids)
     both = jnp.concatenate([prompt_ids, ids.reshape(b, g * s)], axis=1)
     x = self._embed(params, both[:, None])

@@ -75,9 +75,9 @@ GRADIENT_RULES = tuple(
 )
 """Rules for gradients before the optimizer: also split along data.
 
-Then a reduce-scatter adds them up over all devices with rows; split along fsdp
-alone, XLA uses an all-reduce of twice the size. XLA recognises a reduce-scatter
-only if the axes have the order of the mesh."""
+Then a reduce-scatter adds them up over all devices with rows; if they are split
+along fsdp alone, XLA uses an all-reduce of twice the size. XLA recognises a
+reduce-scatter only if the axes have the order of the mesh."""
 
 
 def _spec(entries: Iterable[tuple[str, ...]]) -> P:
@@ -190,7 +190,7 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
 
   def constrain_leaf(path, x):
     name = prefix + jax.tree_util.keystr(path, simple=True, separator="/")
-    name = re.sub(r"layers/\d+/", "layers/", name)  # number of a stack
+    name = re.sub(r"layers/\d+/", "layers/", name)  # without the stack's number
     spec = _spec_of(name, x.shape, mesh)
     if gathered:
       spec = _gathered(name, spec)

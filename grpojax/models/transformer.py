@@ -79,8 +79,8 @@ def _draw_parts(
   uniform: Float[Array, "B G 2"],
   temperature: int | float,
 ) -> Parts:
-  """Draws tokens by the TPU kernel, split over rows and vocabulary."""
-  from grpojax.models.decoding_kernels import draw_parts  # Pallas is slow
+  """Draws a token of each part of the vocabulary, with the TPU kernel."""
+  from grpojax.models.decoding_kernels import draw_parts  # slow import
 
   mesh = jax.sharding.get_abstract_mesh()
   shape = *hidden.shape[:2], config.vocab_size
@@ -201,7 +201,7 @@ def transformer(
   attention: str = "auto",
   platform: str | None = None,
 ) -> LM:
-  """Returns the decoder as an `LM`; ValueError if parts of `config` do not fit.
+  """Returns the decoder as an `LM`; ValueError for an inconsistent `config`.
 
   Args:
     config: shape of the model.
@@ -246,7 +246,7 @@ def transformer(
 
   model = _lm(passes.Passes(config, dtype, remat, attend), (config.layers,))
   lm = model._replace(prepare=prepare)
-  # Kernels have no forward mode, so `jax.jvp` uses blocks.
+  # Kernels lack forward-mode derivatives, so `jax.jvp` uses blocks.
   if attention not in ("auto", "kernel"):
     return lm
   options = dict(dtype=dtype, remat=remat, platform=platform)

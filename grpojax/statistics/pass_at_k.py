@@ -89,7 +89,7 @@ def _majority(
     ways[0, 0] = _binomials(n - sum(count for count, _ in can_win), k)
     for count, right in can_win:
       binomials = _binomials(count, k)
-      # If the answer gets fewer than m votes, [k + 1, k + 1], t stays.
+      # If the answer gets fewer than m votes, t stays: [k + 1, k + 1].
       fewer = np.where((added >= 0) & (added < m), binomials[added], 0.0)
       # If it gets m, t increases by 1 and d by m.
       tied = binomials[m] * ways[:, :-1, : k + 1 - m]

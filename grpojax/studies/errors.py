@@ -2,7 +2,7 @@
 
 They come from a pool of S completions of a prompt: an estimator's error depends
 only on their rewards and on the Gram matrix K_ij = s_i.s_j of their scores, the
-gradients s = grad log pi(Y|x) by all parameters. Notation as in
+gradients s = grad log pi(Y|x) with respect to all parameters. Notation as in
 `statistics.u_statistics` (arXiv 2603.01162).
 """
 
@@ -293,7 +293,7 @@ def stacked(estimates: Iterable[Numbers]) -> Numbers:
 
 
 def without_each(blocks: int, count: int) -> list[np.ndarray]:
-  """Lists the indices below `count` that remain without each block."""
+  """Lists, for each block, the indices below `count` outside the block."""
   by_block = np.arange(count).reshape(blocks, -1)
   return [np.delete(by_block, i, axis=0).ravel() for i in range(blocks)]
 

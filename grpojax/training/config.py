@@ -72,7 +72,7 @@ def parse_job(
   declared: Section,
   about: str = "",
 ) -> tuple[ConfigDict, ConfigDict]:
-  """Reads the command line of a program with a job, as `command_line.parse`.
+  """Reads the command line of a program with a job, like `command_line.parse`.
 
   The default job is arithmetic.py for an embedded model and own_model.py, with
   a lower learning rate, for other models (10 times that rate for adapters).

@@ -269,8 +269,8 @@ max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
 def micro_batches(at_least: int, theirs: Theirs) -> int:
   """Returns the number of micro-batches of an update, which changes no result.
 
-  There are `at_least` of them, unless these have fewer than `PART` completions,
-  which would be slow. ValueError for more than MAX_COMPLETIONS.
+  There are at least `at_least`, or fewer if micro-batches would have less than
+  `PART` completions, which is slow. ValueError for more than MAX_COMPLETIONS.
   """
   sizes = theirs.sizes
   prompts = sizes.prompts // sizes.minibatches

@@ -266,8 +266,8 @@ def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
           yield f"**{ast.unparse(keyword.value)}", keyword.value
       elif ast.unparse(keyword.value) != "None":
         yield _LORA_NAMES.get(keyword.arg, keyword.arg), keyword.value
-  # An assignment under an `if` may not run, so its value is unknown: the whole
-  # statement is yielded, which `value` cannot evaluate.
+  # An assignment under an `if` might not run, so its value is unknown: yield
+  # the whole statement, which `value` cannot evaluate.
   branches = [x for x in ast.walk(script.tree) if isinstance(x, ast.If)]
   branches = [x for x in branches if "__name__" not in ast.unparse(x.test)]
   conditional = {id(node) for branch in branches for node in ast.walk(branch)}

@@ -77,7 +77,7 @@ def test_a_document_has_a_single_author_and_training_problems():
   "split, options, message",
   [
     *[
-      ("train", {"difficulty": x}, "must be a whole number of 1 to 1000")
+      ("train", {"difficulty": x}, "must be a whole number from 1 to 1000")
       for x in (0, (3, 2), (1, 2, 3), (2, 10**9))
     ],
     ("train", {"seed": -1}, "seed must not be negative"),

@@ -85,7 +85,7 @@ def test_shots_can_call_a_tool():
 
 def test_bad_options_are_refused():
   for options, message in (
-    ({"steps": (3, 2)}, r"steps = \(3, 2\): must be a whole number of 1 to"),
+    ({"steps": (3, 2)}, r"steps = \(3, 2\): must be a whole number from 1 to"),
     ({"largest": 1}, "largest = 1: must be 2 to 1000000"),
     ({"shots": -1}, "shots = -1: must be 0 to 100"),
   ):

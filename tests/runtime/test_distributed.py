@@ -143,7 +143,7 @@ def test_fingerprints_of_models(tmp_path):
   [
     (("here",), "--coordinator=here --num_processes= .*: give HOST:PORT"),
     (("here:99999", "2", "0"), "give HOST:PORT of process 0"),
-    (("here:1", "2", "2"), "--process_id=2: give .*a number of 0 to N-1"),
+    (("here:1", "2", "2"), "--process_id=2: give .*a number from 0 to N-1"),
   ],
 )
 def test_invalid_arguments(words, message):

@@ -195,7 +195,7 @@ def test_control_tokens_in_conversations_are_text():
 def test_inseparable_text_and_control_tokens_are_refused():
   shouting = CHATML.replace("m.content", "m.content[2:]")  # in `set c`
   made, _ = make("byte_level", shouting)
-  with pytest.raises(ValueError, match="writes another text"):
+  with pytest.raises(ValueError, match="name of a special token as plain text"):
     tokenizer.encode_prompt(made, "<|im_end|>")
   assert tokenizer.encode_prompt(made, "<|im_end|>", special_tokens="control")
   pieces = [("<unk>", 0.0), ("</s>", 0.0), *((c, -3.0) for c in "ab<>/s")]

@@ -177,7 +177,7 @@ def test_control_tokens_in_observations_are_text(model):
       ids = control(kind(evil), NONE)
       assert len(specials(ids)) == len(specials(plain)) + 4
   looks = encoder(CHATML.replace("{{ c ", "{{ '!' if '</s>' in c }}{{ c "))
-  with pytest.raises(ValueError, match="special token's name.*'control'"):
+  with pytest.raises(ValueError, match="name of a special token.*'control'"):
     looks("</s>", 0)
 
 

@@ -156,7 +156,7 @@ def test_the_time_left_ignores_the_first_step_and_includes_evaluations(line_of):
     (135_000_000, None, 1e-5, 0),
     (135_000_000, None, 1.5e-4, 8),
     (135_000_000, "adapters", 1e-3, 8),
-    (135_000_000, "1/10 of the usual 1e-05 of adapters", 1e-6, 8),
+    (135_000_000, "1/10 of the usual 1e-05 for adapters", 1e-6, 8),
   ],
 )
 def test_unusual_learning_rates_warn(

@@ -121,7 +121,7 @@ def test_a_teacher_with_other_tokens_is_refused(train_toy, toy_model, tmp_path):
   vocab = tokens["model"]["vocab"]
   vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
   file.write_text(json.dumps(tokens))
-  refused("has other tokens", model__teacher=other)
+  refused("has different tokens", model__teacher=other)
   shutil.copy(toy_model / "tokenizer.json", file)
   config = json.loads((other / "config.json").read_text())
   padded = json.dumps(config | {"vocab_size": 128})

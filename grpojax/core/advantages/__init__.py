@@ -102,7 +102,7 @@ def grpo(
 ) -> Float[Array, "*B G"]:
   """Reward standardised within its group: the original GRPO.
 
-  (Z_i - mean_j Z_j) / (std_j Z_j + epsilon), without unit (arXiv 2402.03300,
+  (Z_i - mean_j Z_j) / (std_j Z_j + epsilon), unitless (arXiv 2402.03300,
   section 4.1), with the *sample* standard deviation, as in TRL and verl. G >=
   2; each group sums to 0. Epsilon is in units of the reward.
   """
@@ -118,7 +118,7 @@ def batch_std(
 ) -> Float[Array, "*B G"]:
   """Group-centred reward divided by its standard deviation in the batch.
 
-  (Z_i - mean_j Z_j) / (std + epsilon), without unit. As the batch grows, this
+  (Z_i - mean_j Z_j) / (std + epsilon), unitless. As the batch grows, this
   common scale becomes a constant, and only dr_grpo's factor (G - 1) / G is left
   of the bias (REINFORCE++ with baseline, arXiv 2501.03262). G >= 2; all axes
   but the last are the whole batch: neither a shard nor a part, without padding

@@ -117,7 +117,7 @@ def _gap_weights(group_size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
   """
   below, above = np.zeros((2, group_size + 1, group_size - 1))
   for n in range(k + 1, group_size + 1):
-    # The docstring of `max_at_k` has the formulas, with n in the place of G.
+    # The docstring of `max_at_k` has the formulas, with n in place of G.
     r = np.arange(2, n + 1)
     share = _binomial_ratios(n - 1, k - 1)[r - 2]
     below[n, : n - 1] = k * _binomial_ratios(n - 1, k)[r - 1]

@@ -79,8 +79,8 @@ def score_weighted(
 ) -> Float[Array, "*B G"]:
   """Reward minus the uncertainty-weighted mean of the group's other rewards.
 
-  w = (sum_t (1 - p_t)^2)^power: 2 for tokens whose scores point the same way,
-  whose sum grows as their number; 1 for independent ones; 0 is `leave_one_out`.
+  w = (sum_t (1 - p_t)^2)^power. A power of 2 is for tokens whose scores point
+  the same way and add up, 1 for independent ones; 0 is `leave_one_out`.
   """
   rewards = as_float(rewards, "score_weighted", least=2)
   weights = _power(jnp.asarray(logit_score_sq), power)
@@ -115,9 +115,9 @@ def optimal_token_baseline(
   sample's own reward. If no other sample is as long, their plain mean is the
   baseline.
 
-  With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in the place
-  of (1 - p)^2 it is verl's `optimal_token_baseline` and, for several turns,
-  `tir_optimal_token_baseline` with handle_zero_tail: the own reward in the mean
+  With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in place of
+  (1 - p)^2 it is verl's `optimal_token_baseline` and, for several turns,
+  `tir_optimal_token_baseline` with handle_zero_tail: its own reward in the mean
   rescales each token's gradient, and a lone longest sample has no baseline.
 
   `rewards` are R of samples, [*B, G], or of tokens, [*B, G, T]: the rewards

@@ -66,7 +66,7 @@ class Setup(NamedTuple):
   params: Params  # prepared with it
   prefix: Prefix
   keys: Key[Array, "B G"]
-  limit: Int[Array, "B G"]  # most tokens of each sample
+  limit: Int[Array, "B G"]  # maximum tokens of each sample
   ends: ends_lib.Ends  # on the device
   sampling: Sampling
   environment: environment_lib.Environment | None = None
@@ -307,7 +307,7 @@ def _append(
     episodes = episodes._replace(
       read=episodes.read + (alive & ~drawn), turns=at_t(episodes.turns, turn)
     )
-    # From here on `ended` is the environment's: the end of a turn asks it.
+    # From here on `ended` marks trajectories that the environment has ended.
     episodes, ended, over = environment_lib.advance(
       setup.environment, episodes, rows, setup.keys, length, setup.limit, ended
     )

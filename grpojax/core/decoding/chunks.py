@@ -27,7 +27,7 @@ class Trajectories:
 
   prefix: Prefix
   keys: Key[Array, "B G"]
-  limit: Int[Array, "B G"]  # most tokens of each row, observations included
+  limit: Int[Array, "B G"]  # maximum tokens of each row, with observations
   samples: loops.Samples  # `finished` is set by the environment, not by an EOS
   turns: Int[Array, "B G T"]  # as `Rollout.turns`
   turn: Int[Array, "B G"]  # number of each row's turn
@@ -66,12 +66,12 @@ def begin(
 ) -> Trajectories:
   """Runs the prompts and begins a group of trajectories for each.
 
-  Arguments are as in `rollout`, and `slots`, the first size of the cache.
+  Arguments are as in `rollout`; `slots` is the first size of the cache.
   ValueError if the model's cache cannot be aligned.
   """
   if lm.align_cache_rows is None:
     raise ValueError(
-      "this model cannot wait for an environment of the host (no "
+      "this model cannot wait for an environment on the host (no "
       "LM.align_cache_rows): use a jittable environment"
     )
   b = prompts.prompt_ids.shape[0]
@@ -283,8 +283,8 @@ def feed(
     samples.experts is not None,
     positions=positions,
   )
-  # The cache gets the turn's last token and all new ones but the last, so as
-  # many real tokens as the row.
+  # The cache gets the turn's last token and all new ones but the last: as many
+  # real tokens as the row.
   real = jnp.arange(size) < lengths[..., None]
   # Place in the observation of each token of the row, [B, G, T].
   index = jnp.arange(rows.turns.shape[-1]) - samples.length[..., None]
@@ -309,7 +309,7 @@ def finish(
   finished: Bool[Array, "B G"],
   rewards: Float[Array, "B G K"],
 ) -> Rollout:
-  """Returns the rollout, with the environments' rewards of the turns."""
+  """Returns the rollout, with the rewards that environments gave to turns."""
   samples = rows.samples
   t_max = rows.turns.shape[-1]
   return Rollout(

@@ -23,7 +23,7 @@ NEGATIVE = -1e30
 
 @frozen_options
 class Sampling:
-  """Distribution of the sampled tokens; settings apply in their order.
+  """Distribution of the sampled tokens; settings apply in this order.
 
   `temperature` divides the logits (0 is greedy decoding), then tokens are cut:
   `top_p` as in arXiv 1904.09751, `min_p` as in arXiv 2407.01082. Formats
@@ -41,7 +41,7 @@ class Sampling:
   )
   top_p: float = option(
     1.0,
-    "probability of the likeliest tokens to draw from; 1 = off",
+    "total probability of the likeliest tokens to draw from; 1 = off",
     within="(0, 1]",
   )
   min_p: float = option(
@@ -57,7 +57,7 @@ class Sampling:
   )
   cache_dtype: str = option(
     "model",
-    "format of the completions' keys and values in a rollout, as above",
+    "format of the completions' keys and values, as for weights_dtype",
     FORMATS,
   )
 
@@ -203,7 +203,7 @@ class Parts(NamedTuple):
 def sample_parts(
   parts: Parts, uniform: Float[Array, "*rows"]
 ) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
-  """Draws a part and returns its token and log-probability, as `sample`."""
+  """Draws a part and returns its token and log-probability, like `sample`."""
   # Weights of the parts relative to the largest logit of all, [*rows, n].
   top = jnp.max(parts.tops, axis=-1, keepdims=True)
   weights = parts.sums * jnp.exp(parts.tops - top)

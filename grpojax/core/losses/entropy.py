@@ -8,7 +8,7 @@ surrogate (including `off_policy_sequences`), over the whole optimizer batch,
 whatever the weighting. With an `entropy_target` the bonus is on only while the
 entropy is at most the target, and after each optimizer update the coefficient
 moves by `entropy_coef_delta`: up if the entropy is at most the target, else
-down, within 0 and `entropy_coef_max` (arXiv 2505.22312, section 4).
+down, between 0 and `entropy_coef_max` (arXiv 2505.22312, section 4).
 """
 
 import typing

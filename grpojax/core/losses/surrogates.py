@@ -132,7 +132,7 @@ def cispo(
   """CISPO: REINFORCE with clipped importance weights.
 
   -sg(clip(r, cispo_min, cispo_max)) A log pi (arXiv 2506.13585, equations 4 and
-  5). The bounds are of the ratio itself, with 1 between them.
+  5). The bounds are on the ratio itself, with 1 between them.
   `clip_fraction_low` and `_high` log the clipped ratios.
   """
   weights = jax.lax.stop_gradient(jnp.clip(ratios, cispo_min, cispo_max))
@@ -156,7 +156,7 @@ def dppo_tv(
   """DPPO: REINFORCE without tokens whose probability has moved too far.
 
   -sg(min(r, dppo_ratio_max)) A log pi, and 0 if pi - pi_old of the sampled
-  token is above dppo_high and A > 0, or below -dppo_low and A <= 0: a bound of
+  token is above dppo_high and A > 0, or below -dppo_low and A <= 0: a bound on
   the total variation of "this token or another" (arXiv 2602.04879, Binary-TV).
   A ratio alone bounds rare tokens too much and frequent ones too little. Needs
   the `token_ratio`; logs as `clipped` does. `of_kl` (the surrogate `dppo_kl`)
@@ -211,7 +211,7 @@ def sapo(
   sapo_temperature_pos: float | int = 1.0,
   sapo_temperature_neg: float | int = 1.05,
 ) -> tuple[Tokens, Aux]:
-  """SAPO: a sigmoid in the place of the clip.
+  """SAPO: a sigmoid in place of the clip.
 
   -A (4 / tau) sigmoid(tau (r - 1)), with a separate tau > 0 for A > 0 and for A
   <= 0 (arXiv 2511.20347, equations 5 and 6); on-policy -2 A / tau, not -A. Logs
@@ -257,7 +257,7 @@ def dro(
 ) -> tuple[Tokens, Aux]:
   """DRO: REINFORCE with a quadratic pull to the old policy.
 
-  -log pi A + dro_beta / 2 (log r)^2 (arXiv 2405.19107, with an advantage in the
+  -log pi A + dro_beta / 2 (log r)^2 (arXiv 2405.19107, with an advantage in
   place of its value; as in verl). On-policy the pull is 0; it has no gradient
   if log r is above 20 or below -87.
   """

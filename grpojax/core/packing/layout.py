@@ -126,7 +126,7 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
   samples = batch.lengths.size // (batch.bundles * splits)
   copies = size_of(int(spread.has_prompt.sum(axis=-1).max()), 1)
   copies = min(copies, prompts)
-  # There is room for all padded prompts, or for three quarters of their tokens.
+  # Room for 3/4 of the padded prompts if their real tokens fit, else for all.
   lengths = batch.prompt_lengths.reshape(batch.bundles, 1, -1)
   prompt_tokens = np.where(spread.has_prompt, lengths, 0).sum(axis=-1)
   padded = max(1, bundles * copies * batch.prompt_length)
@@ -173,7 +173,7 @@ def _cheapest(
       padded = bundles * (shape.rows * width + shape.copies * p)
       # Memory of the backward pass: queries, keys and values are padded, other
       # hidden states are not. The former are a third of it in most models, and
-      # two thirds, as here, if heads are wider than hidden states.
+      # two thirds, as assumed here, if heads are wider than hidden states.
       if (room + 2 * padded) / 3 > largest:
         continue
       count = batch.bundles * splits

@@ -69,8 +69,8 @@ def completion_logprobs(
 ) -> TokenLogprobs:
   """Computes `logprobs_and_load`, on packed rows if `rows` is not None.
 
-  Packed, results [B, G, T] are 0 on padding, and NaN if prompts are longer than
-  planned; they do not support `jax.jvp`, and `LM.extend` gets `segments`.
+  If packed, results [B, G, T] are 0 on padding, and NaN if prompts are longer
+  than planned; they do not support `jax.jvp`, and `LM.extend` gets `segments`.
   """
   if rows is None:
     options |= {"replayed": replayed, "reference": reference}
@@ -81,7 +81,7 @@ def completion_logprobs(
   _, g, t = ids.shape
   sample = rows.sample_of_token[:, None]
   position = rows.position_of_token[:, None]
-  # The samples of a device are counted, and so are the tokens in them.
+  # Samples are numbered within their device, and so are their tokens.
   segments = rows.prompt_of_row[:, None, None] * g + sample
   addresses = jnp.where(sample < 0, -1, segments * t + position)
   addresses = addresses.reshape(sizes.devices, -1)

@@ -25,7 +25,7 @@ STORED_DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(jnp.bfloat16),
 }
-_LISTED = 20  # most names in a message
+_LISTED = 20  # maximum number of names in a message
 _BLOCK = 2**20  # bytes of a file to map at a time, because they count as memory
 
 

@@ -127,7 +127,7 @@ def _from_arguments(coordinator, num_processes, process_id) -> dict[str, Any]:
     raise ValueError(
       f"--coordinator={coordinator} --num_processes={num_processes} "
       f"--process_id={process_id}: give HOST:PORT of process 0, the number N "
-      "of processes, and to each process a number of 0 to N-1"
+      "of processes, and to each process a number from 0 to N-1"
     )
   return {
     "coordinator_address": coordinator,

@@ -189,8 +189,8 @@ def encode_prompt(
     marked = format_prompt(tokenizer, inner, template, system, options)
     if special_tokens_lib.unmark(tokenizer, marked) != text:
       raise ValueError(
-        "the model's chat template writes another text if a prompt contains the"
-        " name of a special token: remove it, or set"
+        "the model's chat template does not treat the name of a special token"
+        " as plain text: remove it from the prompt, or set"
         f" data.special_tokens = 'control'; the prompt is {text[:200]!r}"
       )
   if tokenizer.chat_template:
@@ -228,7 +228,7 @@ def encode_conversation(
 ) -> list[int]:
   """Returns the ids of a text, or of a chat by the tokenizer's template.
 
-  `special_tokens` is as in `encode_prompt`; the default date is today.
+  `special_tokens` is as in `encode_prompt`; the default `date` is today's.
   """
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
   marked = each_text(write, sample)

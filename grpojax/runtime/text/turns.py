@@ -89,8 +89,8 @@ class TurnEncoder:
     tail = self._pieces(marked)[-1]
     if special_tokens_lib.unmark(self.tokenizer, tail) != text:
       raise ValueError(
-        "the chat template writes another text if an observation has a "
-        f"special token's name: leave it out of {text[:200]!r}, or set "
+        "the chat template does not treat the name of a special token as plain "
+        f"text: leave it out of the observation {text[:200]!r}, or set "
         "data.special_tokens = 'control'"
       )
     ids = self._encode(tail)

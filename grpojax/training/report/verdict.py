@@ -18,7 +18,7 @@ _UNTAUGHT = {
   "skipped_updates": "gradients were not finite",
   "zero_variance_groups": "no group's rewards differed",
 }
-_OFTEN = 0.05  # minimum share of steps for a trouble to be shown
+_OFTEN = 0.05  # minimum share of steps for a problem to be shown
 _QUARTER = 4  # minimum number of steps in a quarter for a trend
 
 

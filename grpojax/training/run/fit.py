@@ -136,7 +136,7 @@ def remaining_steps(
     if diagnosed:
       state = update_group_size(state, metrics)
     now = time.perf_counter()
-    # JAX measures compilation by a clock that may jump.
+    # JAX measures compilation with a clock that may jump.
     seconds_compile = min(max(sum(compiled[programs:]), 0.0), now - start)
     eta = eta.after_step(now - start - seconds_compile)
     # Complete the step's row of metrics, and log it.

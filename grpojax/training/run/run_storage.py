@@ -289,7 +289,7 @@ def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
     return
   distributed.gather(None)  # connects before the download, or it may time out
   with contextlib.ExitStack() as stack:
-    # JAX handles SIGTERM in several processes.
+    # With several processes JAX handles SIGTERM.
     if not distributed.several():
       stack.enter_context(interrupts.raising_sigterm())
     with distributed.agreed():

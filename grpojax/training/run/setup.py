@@ -64,7 +64,7 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
     )
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
       raise ValueError(
-        "has other tokens than the policy: use a model of the same family"
+        "has different tokens from the policy: use a model of the same family"
       )
     ids = teacher.shape.vocab_size
     if ids < policy.shape.vocab_size:

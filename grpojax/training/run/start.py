@@ -37,7 +37,7 @@ from grpojax.training.step import reference as reference_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.sampling import make_sampler
 
-LARGE = 50_000_000  # parameters from which on learning rates are checked
+LARGE = 50_000_000  # fewest parameters for which learning rates are checked
 FAR = 50  # times the usual learning rate: prints a warning
 LOW = 10  # times below the usual learning rate: prints a warning
 
@@ -56,7 +56,7 @@ class Run(NamedTuple):
   ref_params: Params | None = None  # fixed reference, if any
   greedy: Any = None  # sampler of evaluations, see `make_sampler`
   screen: Screen = Screen()
-  track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
+  track: Callable[[int, Any], None] = lambda step, row: None  # by `tracked`
   check_directory: Callable[[], None] = lambda: None  # from `run_lock.hold`
 
   def file(self, name: str) -> pathlib.Path:
@@ -177,7 +177,7 @@ def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
     danger = "learn nothing"
   print(
     f"warning: --config.optim.learning_rate = {rate:g} is {ratio} the usual "
-    f"{usual:g} of {kind}, and may {danger}",
+    f"{usual:g} for {kind}, and may {danger}",
     flush=True,
   )
 

@@ -1,7 +1,7 @@
 """Conflicts between settings.
 
 `core.options` checks the range of each setting. Functions of `NEEDS` yield the
-only value that a setting may have next to others, functions of `CHECKS` the
+only value of a setting that other settings allow, functions of `CHECKS` the
 remaining conflicts.
 """
 

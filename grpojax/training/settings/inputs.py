@@ -54,14 +54,14 @@ class ModelSettings:
   )
   remat: str = option(
     "selective",
-    "activations recomputed in the backward pass: none; softmax weights and "
-    "activation functions; also the MLP's products; all but layer inputs",
+    "recomputed in the backward pass: attention = softmax weights and "
+    "activation functions; selective = also MLP products; full = everything",
     REMAT,
   )
   attention: str = option(
     "auto",
-    "attention in rows of more than 256 tokens: kernels on TPUs and GPUs and "
-    "blocks on CPUs; the whole row at once; blocks in plain JAX; kernels",
+    "attention in rows of more than 256 tokens: auto = kernel on TPUs and GPUs "
+    "and blocks on CPUs; plain = the whole row at once; blocks are plain JAX",
     ATTENTION,
   )
   teacher: str = option(
@@ -159,7 +159,7 @@ class DifficultySettings:
 
 @frozen_options
 class SamplingSettings:
-  """Completions (the first eight settings and ahead change samples)."""
+  """Completions (only the first eight settings and ahead change samples)."""
 
   max_new_tokens: int = one_or_more(80, "maximum tokens per completion")
   stop: tuple[Any, ...] = option(
@@ -189,7 +189,7 @@ class RewardSettings:
   functions: tuple[Any, ...] = option(
     ("exact_answer",),
     'reward functions: built in, "package.module:function" or '
-    '"file.py:function"; accuracy counts rewards of at least 1 of the first',
+    '"file.py:function"; accuracy counts how often the first gives 1 or more',
   )
   weights: tuple[Any, ...] = option((1.0,), "weight of each reward function")
   options: Mapping[str, Any] = free_field(
@@ -197,7 +197,7 @@ class RewardSettings:
   )
   workers: int = option(
     0,
-    "processes per machine for rewards; 0 = main (math_answer: one more)",
+    "processes per machine for rewards; 0 = the main one, or 1 for math_answer",
     within="[0, 1024]",
   )
   timeout: float = positive(30.0, "time limit per completion, seconds")
@@ -241,10 +241,10 @@ class EnvironmentSettings:
   )
   max_turns: int = one_or_more(8, "maximum turns per trajectory")
   max_observation: int = not_negative(
-    0, "maximum tokens per observation; 0 = half of max_new_tokens, the limit"
+    0, "maximum tokens per observation, up to half of max_new_tokens; 0 = half"
   )
   max_turn_tokens: int = not_negative(
-    0, "maximum tokens per turn, then cut and answered; 0 = no limit"
+    0, "tokens after which a turn is cut off and answered; 0 = no limit"
   )
   failed: str = option(
     "drop", "failed trajectories: dropped or reward 0", ("drop", "zero")
@@ -254,9 +254,9 @@ class EnvironmentSettings:
   )
   credit: str = option(
     "trajectory",
-    "reward of a turn: the trajectory's; or the rewards from this turn on less "
-    "the mean of the others (all, or those that reached it). Expectations are "
-    "equal only with loss.weighting fixed_length or sequence_sum",
+    "reward of a turn: the trajectory's; or rewards from this turn on, less "
+    "their mean in other samples (all, or those with this turn). Expectations "
+    "are equal only with loss.weighting fixed_length or sequence_sum",
     CREDITS,
   )
   workers: int = option(
@@ -297,5 +297,5 @@ class FilterGroupsSettings:
   max_num_gen_batches: int = one_or_more(10, "maximum batches per step")
   gen_parts: int = one_or_more(1, "parts of a batch in further draws")
   rescale: bool = option(
-    False, "gradient times group_acceptance, its scale without the filter"
+    False, "multiply gradients by group_acceptance, to undo the filter's scale"
   )

@@ -45,7 +45,7 @@ class OptimSettings:
   )
   packing: bool = option(
     True,
-    "short completions in shared rows: less padding, new lengths may compile",
+    "short completions in shared rows: less padding, but more compilations",
   )
 
 
@@ -57,9 +57,9 @@ class AutoGroupSizeSettings:
   smallest: int = one_or_more(4, "minimum group size")
   largest: int = one_or_more(32, "maximum group size")
   decay: float = option(0.9, "decay of past estimates", within=DECAY)
-  margin: float = not_negative(0.25, "hysteresis of a change, powers of two")
+  margin: float = not_negative(0.25, "hysteresis of a change, in powers of two")
   confidence: float = not_negative(
-    1.0, "standard errors of evidence for a change"
+    1.0, "evidence that a change needs, in standard errors"
   )
 
 
@@ -188,7 +188,7 @@ class TrainSettings:
     False, "resuming with changed data, reward files or tokenizer"
   )
   steps: int = option(
-    40, "training steps; more extend a finished run", within="[0, 2**31)"
+    40, "training steps; more will extend a finished run", within="[0, 2**31)"
   )
   batch_size: int = one_or_more(32, "prompts per step")
   group_size: int | str = one_or_more(

@@ -64,8 +64,8 @@ def make_diagnose(
   It is `(lm, params, rollout, rewards, key) -> metrics`, with further metrics
   for weighted baselines (`core.advantages.weighted_baselines`). It uses
   `diagnostics.share` of the prompts, at least 3: the first ones with a reward
-  for every sample. Metrics are NaN for too few prompts, and the same for any
-  number of `shards`.
+  for every sample. Metrics are NaN for too few prompts, and do not depend
+  on `shards`.
   """
   options = {
     "tangents": settings.diagnostics.tangents,

@@ -299,7 +299,7 @@ class _Episodes:
     rows = distributed.my_rows(len(self.examples))
     self.prompts = range(len(self.examples))[rows]  # of this process
     self.states: dict[tuple[int, int], Any] = {}
-    self.unended: list[Call] = []  # "end" calls of episodes that grpojax failed
+    self.unended: list[Call] = []  # "end" calls that are still to be made
     self.observed: dict[tuple[int, int], list[dict[str, str]]] = {}
     samples = range(self.seeds.shape[1])
     self.transcripts = [

@@ -258,7 +258,7 @@ class HostStep:
     self.sample_and_reward = sample_and_reward(settings.sampling.parts)
     self.first_prompt = self.resample_groups = None
     if settings.filter_groups.enable:
-      # As an argument: later draws of the same size use the same program.
+      # An argument, so that later draws of the same size use the same program.
       self.first_prompt = np.int32(0)
       sample_draw = self.sample_and_reward
       if settings.filter_groups.gen_parts > 1:
@@ -294,7 +294,7 @@ class HostStep:
     timer = Timer()
     settings = self.settings
     updating = threading.Event()
-    # The update does not take a reference in the state as an argument.
+    # A reference in the state is no argument of the update.
     following = state.reference
     state = state.replace(reference=None)
     reference_params = self.ref_params if following is None else following
