@@ -47,8 +47,7 @@ from grpojax.training.step import episodes
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
-NEW = "/new"
-QUIT = "/quit"
+NEW, QUIT = "/new", "/quit"
 HELP = f"each line is a prompt; {NEW} clears the history, {QUIT} ends the chat"
 
 FLAGS = {

@@ -64,9 +64,7 @@ MODEL = "arithmetic-instruct"
 RUNS = "whole", "killed"  # of `check_resume`
 # Maximum mean differences of log-probabilities, nats per token: from a CPU in
 # float32 and bfloat16, and of the trainer from the rollout.
-FLOAT32 = 1e-4
-BFLOAT16 = 0.1
-MISMATCH = 0.02
+FLOAT32, BFLOAT16, MISMATCH = 1e-4, 0.1, 0.02
 # On GPUs the order of sums and the choice of kernels differ between runs.
 SAME_BITS = "--xla_gpu_deterministic_ops=true"
 
@@ -169,13 +167,7 @@ def check_parity() -> Iterator[Row]:
 
 def check_attention() -> Iterator[Row]:
   """Compares attention of long rows with plain attention."""
-  b = 1
-  g = 2
-  k = 2
-  r = 2
-  s = 512
-  e = 64
-  p = 128
+  b, g, k, r, s, e, p = 1, 2, 2, 2, 512, 64, 128
   shapes = [(b, g, k, r, s, e), *[(b, g, k, s, e)] * 2, *[(b, k, p, e)] * 2]
   keys = jax.random.split(seed_key(0), 6)
   draws = [jax.random.normal(*x) for x in zip(keys, shapes, strict=False)]

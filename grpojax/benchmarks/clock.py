@@ -48,8 +48,7 @@ def timed(
   clock, (busy, own) = time.perf_counter(), cpu_seconds()
   for number, row in enumerate(rows):
     now, (all_now, own_now) = time.perf_counter(), cpu_seconds()
-    wall = now - clock
-    spent = own_now - own
+    wall, spent = now - clock, own_now - own
     others = (all_now - busy - spent) / (wall * os.cpu_count())
     text = f"step {number + 1}/{count}  {wall:.2f} s"
     print(text, file=sys.stderr, flush=True)

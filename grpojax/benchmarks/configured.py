@@ -146,8 +146,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
 
 def lines(report: dict[str, Any]) -> list[str]:
   """Formats a report as text."""
-  config = report["config"]
-  machine = report["machine"]
+  config, machine = report["config"], report["machine"]
   seconds = report["seconds"]
   rows = [("seconds", *seconds)]
   for name in ("median", "min", "max"):

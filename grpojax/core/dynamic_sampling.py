@@ -83,7 +83,6 @@ def replace_groups(
     replaced = jnp.expand_dims(source >= 0, axes)
     return jnp.where(replaced, new[jnp.maximum(source, 0)], old)
 
-  batch = pad_prompts(batch, longest)
-  drawn = pad_prompts(drawn, longest)
+  batch, drawn = pad_prompts(batch, longest), pad_prompts(drawn, longest)
   whole = jax.tree.map(chosen, batch, drawn)
   return mesh_lib.map_rows(mesh_lib.constrain, whole)

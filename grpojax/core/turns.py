@@ -209,8 +209,7 @@ def _row(segments: Any, where: str):
       "after the last turn"
     )
   for i, segment in enumerate(segments):
-    new = _array(segment.ids)
-    reward = _array(segment.reward)
+    new, reward = _array(segment.ids), _array(segment.reward)
     is_list = new.ndim == 1 and new.size and new.dtype.kind in "iu"
     if not is_list or not 0 <= new.min() <= new.max() < 2**31:
       raise ValueError(

@@ -43,8 +43,7 @@ _OURS = ("split", "path", "seed")  # set by the run, not by data.options
 
 def _is(value: Any, hint: Any) -> bool:
   """Returns True if a value fits an annotation, or for other annotations."""
-  origin = typing.get_origin(hint)
-  parts = typing.get_args(hint)
+  origin, parts = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
     return any(_is(value, part) for part in parts)
   if origin is Sequence:

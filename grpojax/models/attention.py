@@ -43,8 +43,7 @@ def rms_norm(
   @functools.partial(jax.checkpoint, prevent_cse=False)
   @cpu.on_squeezed
   def normalize(x, scale):
-    x = x.astype(jnp.float32)
-    scale = scale.astype(jnp.float32)
+    x, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * jnp.broadcast_to(1 + scale if offset else scale, x.shape)
 
@@ -188,8 +187,7 @@ def _side_by_side(
 def _apart(out: Float[Array, "B G k r S e"], heads: int) -> Array:
   """Undoes `_side_by_side` in outputs: [B, G, K, R, S, E]."""
   b, g, k, r, s, e = out.shape
-  r = r // heads
-  e = e // heads
+  r, e = r // heads, e // heads
   part = lambda i, size: slice(i * size, (i + 1) * size)
   # Rows and channels of head i: the products with other heads' values are
   # left out.

@@ -147,8 +147,7 @@ def _heads(
   k = _project(y, layer, "k").reshape(b, g, s, c.kv_heads, c.head_dim)
   v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
   if c.qk_norm:
-    q = norm(q, layer["q_norm"])
-    k = norm(k, layer["k_norm"])
+    q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
   # Rotated in float32, then rounded to the dtype of products.
   q, k = (rotate(x, table).astype(y.dtype) for x in (q, k))
   return Heads(q, k, v.astype(y.dtype))

@@ -120,8 +120,7 @@ def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
     "o": (q, c.width),
     "mlp_norm": width,
   }
-  up = (c.width, c.mlp)
-  down = (c.mlp, c.width)
+  up, down = (c.width, c.mlp), (c.mlp, c.width)
   if c.experts:
     layer |= {
       "router": (c.width, c.experts),

@@ -193,8 +193,7 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(
       f"config.json has {name}={hf_config[name]!r}; known: {[*activations]}"
     )
-  width = hf_config["hidden_size"]
-  heads = hf_config["num_attention_heads"]
+  width, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
   if not hf_config["head_dim"] and width % heads:
     raise ValueError(
       f"config.json has no head_dim, and hidden_size={width} is no multiple of "

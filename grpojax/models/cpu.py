@@ -70,8 +70,7 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   merge = several and alone in x_axes and alone in out and free
 
   def on_cpu(x, y):
-    x = x.astype(jnp.float32)
-    y = y.astype(jnp.float32)
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     if not merge:
       return jnp.einsum(product, x, y)
     # Merge these axes of x; the merged axis takes the first one's letter.

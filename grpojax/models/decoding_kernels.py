@@ -98,8 +98,7 @@ def draw_parts(
   """
   (count, depth), columns, width = hidden.shape, head.shape[1], _width(head)
   padding = (0, -count % LANES), (0, 0)
-  hidden = jnp.pad(hidden, padding)
-  uniform = jnp.pad(uniform, padding)
+  hidden, uniform = jnp.pad(hidden, padding), jnp.pad(uniform, padding)
   rows = min(len(hidden), _ROWS)
   parts = pl.cdiv(columns, width)
   scales, masks = (

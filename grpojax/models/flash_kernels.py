@@ -147,10 +147,8 @@ def _over_keys(settings, q, parts, add, carry):
     def step(j, carry, part=part, key_block=key_block):
       start = pl.multiple_of(j * key_block, key_block)
       block = pl.ds(start, key_block)
-      keys = part.keys[block, :]
-      values = part.values[block, :]
-      first = part.first[...]
-      last = part.last[...]
+      keys, values = part.keys[block, :], part.values[block, :]
+      first, last = part.first[...], part.last[...]
       logits, mask = _logits(settings, keys, q, start, first, last)
       return add(carry, logits, mask, keys, values)
 
@@ -207,10 +205,8 @@ def _keys_kernel(
 
   Sums over the query heads of these keys, in the references and on the grid.
   """
-  j = pl.program_id(2)
-  head = pl.program_id(3)
-  keys = part.keys[...]
-  values = part.values[...]
+  j, head = pl.program_id(2), pl.program_id(3)
+  keys, values = part.keys[...], part.values[...]
   block = settings.blocks[0]
   heads = len(q_ref)
 
@@ -218,13 +214,10 @@ def _keys_kernel(
   def step(i, carry, r):
     dkeys, dvalues = carry
     at = pl.ds(pl.multiple_of(i * block, block), block)
-    q = q_ref[r, at, :]
-    dout = dout_ref[r, at, :]
-    first = part.first[:, at]
-    last = part.last[:, at]
+    q, dout = q_ref[r, at, :], dout_ref[r, at, :]
+    first, last = part.first[:, at], part.last[:, at]
     logits, mask = _logits(settings, keys, q, j * len(keys), first, last)
-    lse = lse_ref[r, :, at]
-    di = di_ref[r, :, at]
+    lse, di = lse_ref[r, :, at], di_ref[r, :, at]
     weights, dlogits = _dlogits(settings, logits, mask, lse, values, dout, di)
     dkeys += _dot(dlogits.astype(q.dtype), q, (1, 0))
     dvalues += _dot(weights.astype(q.dtype), dout, (1, 0))

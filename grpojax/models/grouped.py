@@ -22,9 +22,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 # Largest tile, and largest sum at a time.
-ROWS = 128
-COLUMNS = 128
-DEPTH = 64
+ROWS, COLUMNS, DEPTH = 128, 128, 64
 LEAST = 16  # smallest tile of tensor cores
 _KERNEL = {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=3)}
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
@@ -84,12 +82,10 @@ def product_kernel(
   inner, columns = (b, a) if flipped else (a, b)
   tile = _tile_rows(len(rows), groups)
   # Tiles must divide the matrices, so their sizes are common divisors.
-  depth = math.gcd(inner, DEPTH)
-  width = math.gcd(columns, COLUMNS)
+  depth, width = math.gcd(inner, DEPTH), math.gcd(columns, COLUMNS)
   # Number of tiles of each run, and each run's end in tiles and in rows
   tiles = -(-runs // tile)
-  last = jnp.cumsum(tiles)
-  ends = jnp.cumsum(runs)
+  last, ends = jnp.cumsum(tiles), jnp.cumsum(runs)
   # A tile belongs to the first run whose tiles end after it. It starts behind
   # the rows of earlier runs and of the run's earlier tiles.
   index = jnp.arange(len(rows) // tile + groups, dtype=runs.dtype)
@@ -143,8 +139,7 @@ def outer_kernel(
   groups = len(runs)
   d = rows.shape[1]
   f = other.shape[1]
-  height = math.gcd(d, COLUMNS)
-  width = math.gcd(f, COLUMNS)
+  height, width = math.gcd(d, COLUMNS), math.gcd(f, COLUMNS)
   # Rows are the axis summed over, so a tile is limited by DEPTH.
   tile = min(_tile_rows(len(rows), groups), DEPTH)
   ends = jnp.cumsum(runs)
@@ -153,14 +148,12 @@ def outer_kernel(
     group = pl.program_id(0)
     left = pl.ds(pl.program_id(1) * height, height)
     right = pl.ds(pl.program_id(2) * width, width)
-    first = start[group]
-    stop = end[group]
+    first, stop = start[group], end[group]
 
     def add(k, total):
       at = pl.ds(first + k * tile, tile)
       in_run = first + k * tile + jnp.arange(tile) < stop
-      x = _load(rows, at, left, in_run)
-      y = _load(other, at, right, in_run)
+      x, y = _load(rows, at, left, in_run), _load(other, at, right, in_run)
       return total + jnp.dot(x.T, y, preferred_element_type=jnp.float32)
 
     total = jnp.zeros((height, width), jnp.float32)

@@ -175,8 +175,7 @@ def _lay_out(x: Array, spec: P, gradient_spec: P) -> Array:
 @_lay_out.defjvp
 def _lay_out_jvp(spec, gradient_spec, primals, tangents):
   # A constraint is its own transpose.
-  (x,) = primals
-  (t,) = tangents
+  (x,), (t,) = primals, tangents
   t = jax.lax.with_sharding_constraint(t, gradient_spec)
   return _lay_out(x, spec, gradient_spec), t
 

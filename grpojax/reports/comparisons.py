@@ -47,8 +47,7 @@ def before_and_after(evaluations: Answers) -> dict[str, Any] | None:
   """Compares a run's last evaluation with its first, prompt by prompt."""
   if len(evaluations) < 2:
     return None
-  first = min(evaluations)
-  last = max(evaluations)
+  first, last = min(evaluations), max(evaluations)
   paired = _paired(evaluations[first], evaluations[last])
   return paired and paired | {"first": first, "last": last}
 

@@ -188,8 +188,7 @@ def _is_unit(text: str, known: Collection[str] = _UNITS) -> bool:
 
 def _divide(match: re.Match) -> str:
   """Writes a match of `_FRACTION` as "3/4"."""
-  top = match[1] or match[2]
-  bottom = match[3] or match[4]
+  top, bottom = match[1] or match[2], match[3] or match[4]
   before = match.string[: match.start()].rstrip()[-1:]
   return f"{' ' if before.isdigit() else ''}{top}/{bottom}"
 

@@ -90,8 +90,7 @@ def _comparable(answer: str, expected: str) -> bool:
 
 
 def _verify(answer: str, expected: str) -> bool:
-  candidate = _parse(answer)
-  reference = _parse(expected)
+  candidate, reference = _parse(answer), _parse(expected)
   if candidate is None or reference is None:
     return False
   if isinstance(candidate, sympy.Eq) and isinstance(reference, sympy.Eq):

@@ -18,8 +18,7 @@ from grpojax.runtime.processes import user_calls, workers
 LARGEST = 1e15
 """Largest absolute value of a reward: sums of squares fit into float32."""
 
-_MOST_EXTRAS = 32
-_LONGEST_NAME = 64
+_MOST_EXTRAS, _LONGEST_NAME = 32, 64
 _REWARD = "score"  # key of the reward in a returned dict
 
 

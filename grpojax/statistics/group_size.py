@@ -103,8 +103,7 @@ def optimal_group_size(
   prompts_differ = c1 > 0
   # Where c1 <= 0 the quotients are not used: G* is inf there.
   divisor = jnp.where(prompts_differ, c1, 1)
-  b = jnp.maximum(c2, 0) / divisor
-  c = jnp.maximum(c3, 0) / divisor
+  b, c = jnp.maximum(c2, 0) / divisor, jnp.maximum(c3, 0) / divisor
   # G* - 1 is the number of samples in a baseline.
   baseline = jnp.sqrt(c)
   if prompt_cost:

@@ -11,8 +11,7 @@ from grpojax.statistics.intervals import t_quantile
 
 Scalar = Float[Array, ""]
 _NORMAL = 1.959964  # the normal distribution's 97.5% quantile
-_C1 = Components._fields.index("c1")
-_C3 = Components._fields.index("c3")
+_C1, _C3 = Components._fields.index("c1"), Components._fields.index("c3")
 
 
 def group_size_interval(

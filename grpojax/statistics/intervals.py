@@ -117,8 +117,7 @@ def paired_proportions(
   n = len(a)
   if n < 1:
     raise ValueError("a comparison needs at least 1 prompt")
-  only_a = int(np.sum(a & ~b))
-  only_b = int(np.sum(b & ~a))
+  only_a, only_b = int(np.sum(a & ~b)), int(np.sum(b & ~a))
   # scipy has no interval for paired proportions.
   z = float(scipy.stats.norm.ppf(0.975))
   # Half a prompt per cell adds two prompts, one of which is discordant.

@@ -70,8 +70,7 @@ def varies(a: Vector, b: Vector, *, group_size: int) -> Vector:
 
   Beta-binomial: E[p^G] = prod_{k<G} (a + k) / (a + b + k).
   """
-  all_right = np.ones_like(a)
-  all_wrong = np.ones_like(b)
+  all_right, all_wrong = np.ones_like(a), np.ones_like(b)
   for k in range(group_size):
     all_right *= (a + k) / (a + b + k)
     all_wrong *= (b + k) / (a + b + k)

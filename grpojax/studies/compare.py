@@ -288,8 +288,7 @@ def draw(axes, config: ConfigDict, rows, tuned: Tuned, lines, name) -> None:
 
 def _lines(config: ConfigDict, rows, compared: Sequence[str]) -> Iterator[str]:
   """Yields a line to print for each row of results.csv."""
-  low = min(config.learning_rates)
-  high = max(config.learning_rates)
+  low, high = min(config.learning_rates), max(config.learning_rates)
   for row in rows:
     edge = low < high and row["learning_rate"] in (low, high)
     hint = " (at the edge: try further rates)" if edge else ""

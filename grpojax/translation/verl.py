@@ -205,8 +205,7 @@ _KLS |= {f"{kind}+": "k2" for kind in ("low_var_kl", "k3", "kl", "k1", "abs")}
 
 def _kl(theirs: Theirs, name: str) -> Items:
   """Translates the KL term of the loss or the reward."""
-  in_reward = "algorithm.use_kl_in_reward"
-  penalty = "algorithm.kl_penalty"
+  in_reward, penalty = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
   coefficient = f"{ACTOR}.kl_loss_coef"
   kind = KL_TYPE
   in_loss = theirs[name]
@@ -219,8 +218,7 @@ def _kl(theirs: Theirs, name: str) -> Items:
     coefficient = "algorithm.kl_ctrl.kl_coef"
     kind = penalty
     name = in_reward
-    ours = "k1"
-    placement = "reward"
+    ours, placement = "k1", "reward"
   elif not in_loss:
     yield theirs.setting("loss.beta", 0.0, name)
     return

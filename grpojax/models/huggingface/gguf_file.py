@@ -25,8 +25,7 @@ _NUMBERS = {
   number: np.dtype(f"<{code}")
   for number, code in enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())
 } | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
-_TEXT = 8
-_ARRAY = 9
+_TEXT, _ARRAY = 8, 9
 
 ARCHITECTURES = {
   "llama": ("llama", "LlamaForCausalLM"),  # Mistral's too
@@ -159,8 +158,7 @@ class _Header:
     kind = self.whole("I")
     count = 1
     if is_array := kind == _ARRAY:
-      kind = self.whole("I")
-      count = self.whole("Q")
+      kind, count = self.whole("I"), self.whole("Q")
     if kind == _TEXT:
       values = [self.text() for _ in range(count)]  # absurd counts end early
       return values if is_array else values[0]

@@ -96,8 +96,7 @@ def from_json(text: str) -> ConfigDict:
 
 def difference(old: ConfigDict, new: ConfigDict) -> list[str]:
   """Returns a line "key: old -> new" per changed value, sorted by key."""
-  a = flatten(from_json(to_json(old)))
-  b = flatten(from_json(to_json(new)))
+  a, b = flatten(from_json(to_json(old))), flatten(from_json(to_json(new)))
   missing = "(none)"
   return [
     f"{key}: {a.get(key, missing)!r} -> {b.get(key, missing)!r}"

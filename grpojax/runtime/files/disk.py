@@ -82,8 +82,7 @@ def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
   with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
     folder = pathlib.Path(probe, "folder")
     folder.mkdir()
-    file = folder / "file"
-    other = folder / "other"
+    file, other = folder / "file", folder / "other"
     file.write_bytes(b"0")
     other.write_bytes(b"0")
     try:

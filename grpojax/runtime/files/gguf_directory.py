@@ -53,10 +53,7 @@ RULES = {  # by tokenizer.ggml.pre; equal to the models' tokenizer.json
 _KNOWN = {"model", "pre", "tokens", "token_type", "merges", "add_bos_token"}
 _KNOWN |= {"add_eos_token", "add_space_prefix", "scores", "token_type_count"}
 # Types of tokens. Unused tokens only pad the embedding.
-_NORMAL = 1
-_CONTROL = 3
-_ADDED = 4
-_UNUSED = 5
+_NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5
 
 
 def is_named(path: str | os.PathLike) -> bool:

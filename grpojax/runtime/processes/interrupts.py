@@ -109,8 +109,7 @@ def _show_ignored(ignored: Any) -> None:
 def begin() -> None:
   """Prepares the outputs and signals of a grpojax program."""
   _open_outputs()
-  sys.excepthook = _show_error
-  sys.unraisablehook = _show_ignored
+  sys.excepthook, sys.unraisablehook = _show_error, _show_ignored
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _on_ctrl_c)
 

@@ -22,9 +22,7 @@ from grpojax.runtime.text.chat_template import asks_for_date as asks_for_date
 from grpojax.runtime.text.chat_template import today as today
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 
-PAD = "<|pad|>"
-EOS = "<|endoftext|>"
-UNK = "<|unk|>"
+PAD, EOS, UNK = "<|pad|>", "<|endoftext|>", "<|unk|>"
 SMALLEST_BPE = 256 + 2  # tokens: all bytes, PAD and EOS
 
 # Alternating lines "Q: ..." and "A: ..."; a system message is a line alone.

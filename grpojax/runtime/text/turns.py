@@ -85,8 +85,7 @@ class TurnEncoder:
     observation = self._cut(each_text(plain, observation))
     write = special_tokens_lib.SPECIAL_TOKENS[self.special_tokens]
     marked = each_text(functools.partial(write, self.tokenizer), observation)
-    text = self._pieces(observation)[-1]
-    tail = self._pieces(marked)[-1]
+    text, tail = self._pieces(observation)[-1], self._pieces(marked)[-1]
     if special_tokens_lib.unmark(self.tokenizer, tail) != text:
       raise ValueError(
         "the chat template does not treat the name of a special token as plain "

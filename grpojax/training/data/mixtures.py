@@ -115,8 +115,7 @@ def _part(part: str, options: Any, labels: Sequence[str]) -> list[str]:
     errors.append(config_error(f"{field}.{key}", options[key], remedy))
 
   values = Source(part)._asdict() | dict(options)
-  weight = values["weight"]
-  rewards = values["rewards"]
+  weight, rewards = values["weight"], values["rewards"]
   number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
   names = [rewards] if isinstance(rewards, str) else rewards
   known = isinstance(names, Sequence) and all(isinstance(x, str) for x in names)

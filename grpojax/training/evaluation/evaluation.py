@@ -174,8 +174,7 @@ def evaluate(
     lengths.append(np.sum(mask, axis=-1))
     failures += groups.all_failures(scores)
     on_progress(len(evaluated))
-  rewards = np.concatenate(rewards)
-  lengths = np.concatenate(lengths)
+  rewards, lengths = np.concatenate(rewards), np.concatenate(lengths)
   return Evaluation(rewards, texts, evaluated, lengths, failures)
 
 

@@ -111,8 +111,7 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
   place = filled.drawn_groups[b]
   example = filled.examples[place]
   sample = {name: values[b, g] for name, values in arrays.items()}
-  ids = sample["ids"]
-  mask = sample["mask"]
+  ids, mask = sample["ids"], sample["mask"]
   # The training program did not compute rows without a gradient.
   if not sample.get("packed", True):
     unknown = np.full(mask.shape, np.nan)
@@ -154,8 +153,7 @@ def turns_of(tokenizer: Any, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
   "advantage" of each token if advantages differ between turns.
   """
   mask = sample["mask"]
-  ids = sample["ids"][mask]
-  turns = sample["turns"][mask]
+  ids, turns = sample["ids"][mask], sample["turns"][mask]
   blocks = []
   # Consecutive tokens of equal turn number are a block.
   for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turns)) + 1):

@@ -263,9 +263,7 @@ def resume(
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
   progress = from_notes(notes)
   # Compare the data, files and frozen weights with those of the last start.
-  data = _fingerprints(run)
-  frozen = _frozen(run)
-  files = _file_hashes(run)
+  data, frozen, files = _fingerprints(run), _frozen(run), _file_hashes(run)
   changed = _changed_data(progress.data, data)
   changed += _changed_files(progress.files, files)
   if changed and not run.settings.allow_changed_inputs:

@@ -102,8 +102,7 @@ def _values(row: Row) -> dict[str, float]:
 
 def after(progress: Progress, row: Row) -> Progress:
   """Returns the progress after one more step with these metrics."""
-  steps_with = dict(progress.steps_with)
-  in_a_row = dict(progress.in_a_row)
+  steps_with, in_a_row = dict(progress.steps_with), dict(progress.in_a_row)
   for name, value in _values(row).items():
     trouble = STOP_CONDITIONS[name]
     steps_with[name] = steps_with.get(name, 0) + int(value >= trouble.shown)

@@ -122,8 +122,7 @@ def make_update_group_size(settings: TrainSettings, shardings: TrainState):
     if old is None:
       return state
     new = observe(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
-    before = int(old.group_size)
-    after = int(new.group_size)
+    before, after = int(old.group_size), int(new.group_size)
     if before != after:
       print(f"group size {before} -> {after}", flush=True)
     return state.replace(group_size=new)
