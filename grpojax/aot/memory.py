@@ -183,7 +183,6 @@ def hbm_bytes(
     size = _hbm(matrices.shapes)
     whole = sum(_hbm(p.shapes) for p in parameters) + _hbm(shapes)
     return whole - (size - size // stack)
-  # Kernels state their bytes.
   stated = root.number(r'"bytes_accessed":"(\d+)"')
   if stated is not None:
     return stated

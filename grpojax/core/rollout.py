@@ -121,7 +121,6 @@ def rollout(
     setup = setup._replace(environment=environment)
     episodes = environment_lib.begin(environment, targets, keys, t_max)
     samples = samples._replace(episodes=episodes)
-  # Decoding
   samples = loops.in_stages(setup, loops.constrain_samples(samples), decoding)
   episodes = samples.episodes
   return Rollout(

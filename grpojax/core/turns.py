@@ -138,7 +138,6 @@ def trajectories(
       observation at its end.
   """
   b = len(prompts.prompt_ids)
-  # Checks
   sizes = {len(group) for group in segments}
   if len(segments) != b or len(sizes) != 1 or 0 in sizes:
     raise ValueError(

@@ -218,7 +218,6 @@ def layer_of(
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
-  # Attention
   dtype = quantization.dtype_of(layer, "q")
   y = norm(x, layer["attn_norm"]).astype(dtype)
   out, aux = attention(_heads(c, y, layer, table))
@@ -231,7 +230,6 @@ def layer_of(
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   x = checkpoint_name(x, SAVED)
-  # MLP or experts
   y = norm(x, layer["mlp_norm"])
   load = experts = None
   if c.experts:

@@ -7,7 +7,6 @@ def environment(
   prompt: str, completion: str, example: dict[str, Any]
 ) -> dict[str, float] | None:
   """Returns the sum of turn rewards and numbers to log; None after an error."""
-  del prompt, completion
   if example.get("episode_error"):
     return None
   score = float(sum(example["turn_rewards"]))

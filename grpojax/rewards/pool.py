@@ -144,7 +144,6 @@ class Pool(WorkerPool):
 
   def submit(self, groups: Sequence[Sequence[Item]], size: int) -> Submission:
     """Starts to compute rewards of groups; ValueError unless items are JSON."""
-    # Indices of functions.
     by_group = []
     by_item = []
     for i, function in enumerate(self._functions):

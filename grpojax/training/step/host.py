@@ -320,7 +320,6 @@ class HostStep:
     )
     if self.resample_groups is not None:
       batch = self.resample_groups(state.params, batch, key, timer, take)
-    # Metrics computed on the host.
     metrics = {**batch.metrics, **rewards_lib.metrics(batch.drawn)}
     metrics |= mixtures.metrics(settings, batch.examples, batch.drawn.rewards)
     if state.difficulty is not None:
@@ -363,7 +362,6 @@ class HostStep:
       rows = sample_rows.of_batch(settings, self.policy, batch, update_batch)
     metrics["reward_counts"] = sample_rows.reward_counts(batch.drawn.rewards)
     state = self.advance_stream(state, batch.more_prompts)
-    # This waits for the update.
     metrics = mesh_lib.fetch(batch_metrics | update_metrics) | metrics
     timer("update")
 
