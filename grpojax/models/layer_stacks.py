@@ -86,7 +86,8 @@ def last_layers(
   """Separates the last `count` layers, the final norm and an untied head.
 
   Gradients by these alone skip the layers below. Returns them and a function
-  `merge` that maps them to the parameters of the whole model.
+  `merge` that maps them to the parameters of the whole model. `models.lora`
+  does not read adapters that are separated.
   """
   total = layer_count(params["layers"])
   if not 1 <= count <= total:
