@@ -30,11 +30,11 @@ DIR may be gs://BUCKET/DIR (see `grpojax.training.run.run_storage`).
 The same command resumes a run; a finished run is left alone. Settings that do
 not affect past steps may then change: steps (more steps extend a finished run),
 log.*, eval.*, checkpoint.*, stop.*, profile.*, data.too_long, reward.workers,
-reward.timeout, mesh.*, optim.micro_batches, optim.packing, model.remat and
-model.reference. SIGTERM saves and exits with code 75: the same command resumes.
-`stop.*` can end a useless run: it saves, prints the reason and exits with code
-1. `stop.no_improvement` finishes a run early, once its held-out accuracy no
-longer rises.
+reward.timeout, mesh.*, optim.micro_batches, optim.packing, model.remat,
+model.reference and others (docs/resume.md). SIGTERM saves and exits with code
+75: the same command resumes. `stop.*` can end a useless run: it saves, prints
+the reason and exits with code 1. `stop.no_improvement` finishes a run early,
+once its held-out accuracy no longer rises.
 """
 
 import contextlib

@@ -46,8 +46,8 @@ def check_layout(ids: Values, mask: Values) -> None:
   mask = np.asarray(mask)
   if not mask.any():
     raise ValueError(
-      "no prompt has a token: prompt_mask is False everywhere (only single "
-      "rows without tokens are allowed, as padding)"
+      "no prompt has a token: prompt_mask is False everywhere (a row without "
+      "tokens only pads the batch)"
     )
   rows = np.argwhere((mask[..., 1:] & ~mask[..., :-1]).any(-1))
   if rows.size:

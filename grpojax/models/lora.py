@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Key
 from grpojax.core.random_keys import random_key, seed_key
 from grpojax.core.types import LM, Params
 from grpojax.models import huggingface as hf
+from grpojax.models import layer_stacks
 from grpojax.models.huggingface import weights, weights_out
 
 # Matrices with adapters.
@@ -82,10 +83,16 @@ def attach(base: Params, adapters: Params, scale: int | float) -> Params:
   """Adds A and scale * B to the layers of the base, as "q_lora_a" etc."""
   if not adapters:
     return base
-  matrices = adapters["layers"].items()
-  low_rank = {f"{name}_lora_a": x["a"] for name, x in matrices}
-  low_rank |= {f"{name}_lora_b": scale * x["b"] for name, x in matrices}
-  return base | {"layers": base["layers"] | low_rank}
+  stacks = layer_stacks.stacks(adapters)  # several after `last_layers`
+  sizes = [layer_stacks.layer_count(stack) for stack in stacks]
+  attached = []
+  parts = layer_stacks.split(base["layers"], sizes)
+  for stack, layers in zip(stacks, parts, strict=True):
+    low_rank = {f"{name}_lora_a": x["a"] for name, x in stack.items()}
+    low_rank |= {f"{name}_lora_b": scale * x["b"] for name, x in stack.items()}
+    attached.append(layers | low_rank)
+  layers = tuple(attached) if len(attached) > 1 else attached[0]
+  return base | {"layers": layers}
 
 
 def adapt(lm: LM, base: Params, scale: int | float) -> LM:

@@ -13,13 +13,13 @@ RotaryTable = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-  """Frequencies of a rotary embedding (Su et al. 2021), scaled by context.
+  """Frequencies of a rotary embedding (Su et al. 2021), for longer contexts.
 
-  `factor` is the context length divided by `original_length`, the length in
-  pretraining. Without `low_freq_factor` it divides every frequency (linear
-  scaling, Chen et al. 2023). With it (Llama 3.1), it divides frequencies below
-  `low_freq_factor` turns per `original_length` tokens; frequencies above
-  `high_freq_factor` turns stay, and in between they are interpolated.
+  Without `low_freq_factor`, `factor` divides every frequency (linear scaling,
+  Chen et al. 2023). With it (Llama 3.1), `factor` divides frequencies below
+  `low_freq_factor` turns per `original_length` tokens, the context length of
+  pretraining; frequencies above `high_freq_factor` turns stay, and in between
+  they are interpolated.
   """
 
   theta: float = 10_000.0  # base of the frequencies

@@ -76,7 +76,10 @@ def _outcome(value: Any) -> Outcome:
 
 
 def to_reward(value: Any, returned: str = "returned") -> float | None:
-  """Converts a number or None to a reward; WrongAnswer begins `returned`."""
+  """Converts a number or None to a reward.
+
+  WrongAnswer, which begins with `returned`, for other and too large values.
+  """
   value = _scalar(value)
   if value is None:
     return None

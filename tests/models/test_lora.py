@@ -14,6 +14,7 @@ from grpojax.core.logprobs import completion_hidden
 from grpojax.core.types import Rollout
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
+from grpojax.models.layer_stacks import last_layers
 from grpojax.models.transformer import transformer
 from grpojax.statistics.projections import score_projections
 
@@ -176,6 +177,17 @@ def theirs(torch_model):
       logits = torch_model.eval()(rows).logits
     out.append(logits[:, mask.sum() - 1 : -1])
   return np.stack(out)
+
+
+@pytest.mark.slow
+def test_adapters_of_the_last_layers_can_be_separated(model):
+  moving, merge = last_layers(model.trained, 1)
+  assert moving["layers"]["q"]["a"].shape[0] == 1
+  stacks = lora.attach(model.base, merge(moving), SCALE)["layers"]
+  whole = lora.attach(model.base, model.trained, SCALE)["layers"]
+  again = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks)
+  assert len(stacks) == 2
+  assert jax.tree.all(jax.tree.map(np.array_equal, again, whole))
 
 
 @pytest.mark.slow

@@ -239,7 +239,10 @@ def read(
   dtype: Any,
   sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-  """Reads the parts of a leaf on this process's devices; ValueError for NaN."""
+  """Reads the parts of a leaf on this process's devices.
+
+  ValueError for NaN and infinite values.
+  """
   if sharding is None:
     whole = (slice(None),) * len(leaf.shape)
     array = jax.device_put(_read_part(leaf, tensors, whole, dtype))

@@ -1,4 +1,4 @@
-"""JSON and JSON lines on disk, written whole or not at all.
+"""JSON files, written whole or not at all, and JSON lines, row by row.
 
 A row is a dict with "step" and numbers. Write the rows of step k before its
 checkpoint, so that a resumed run has all rows.

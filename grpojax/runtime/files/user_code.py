@@ -157,7 +157,7 @@ def _importable(root: pathlib.Path) -> Iterator[None]:
 
 
 def _check_neighbours(module: ModuleType, root: pathlib.Path) -> None:
-  """Raises ImportError if a module hides an imported file next to it."""
+  """Raises ImportError if `module` imports another file than its neighbour."""
   for value in vars(module).values():
     name = value.__name__ if isinstance(value, ModuleType) else ""
     name = name or getattr(value, "__module__", None) or ""

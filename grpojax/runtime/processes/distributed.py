@@ -335,7 +335,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-  """Calls a function in process 0; all processes return its JSON value."""
+  """Calls a function in process 0; all return its JSON value or raise."""
   value = None
   with agreed():
     if is_main():

@@ -57,7 +57,8 @@ def with_prompt_length(
 ) -> TrainSettings:
   """Replaces data.max_prompt_length = 0 by the length of the longest prompt.
 
-  An endless data set is measured only in part, so it gets up to twice as much.
+  An endless data set is measured only in part, so it gets the next power of 2,
+  at least 32.
   """
   if settings.data.max_prompt_length:
     return settings

@@ -144,7 +144,7 @@ class DifficultySettings:
   uniform: float = option(
     0.1, "share of prompts drawn without priorities", within="(0, 1]"
   )
-  half_life: float = positive(100.0, "half-life of past successes, steps")
+  half_life: float = positive(100.0, "half-life of past results, in steps")
   band: tuple[Any, ...] = option(
     (0.1, 0.9), "success rates for priority=band: low, high"
   )
