@@ -99,8 +99,8 @@ def off_policy_conflicts(
     reasons["advantage"] = (
       f"compares subsets of a group, but samples {' and '.join(sources)} are "
       "weighted one by one, not by the product over a subset, which biases "
-      "the gradient: use leave_one_out, or correction = 'none', the format "
-      "model and sampling.ahead = 0"
+      "the gradient: use leave_one_out, or correction = 'none' without int8 "
+      "and sampling.ahead"
     )
   # Samples of another policy need weights: a correction's or the ratios'.
   origin = " and ".join(samples) or "that are corrected"
@@ -109,7 +109,7 @@ def off_policy_conflicts(
   if samples and not weighs and not ratios:
     reasons["correction"] = (
       f"samples {origin} are not the policy's own: use token_truncate or "
-      "another correction, or the format model and sampling.ahead = 0"
+      "another correction, or sample without int8 and sampling.ahead"
     )
   # In these cases the penalty uses the rollout's log-probabilities.
   penalty_of_rollout = options.on_policy or to_rollout

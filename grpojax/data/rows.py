@@ -99,7 +99,9 @@ def _prompt(row: Row, name: str, messages: str) -> str | list[Row]:
     _check_text(value, name)
     return value
   if not isinstance(value, list) or not value:
-    raise ValueError(f"{name} must be a text or a list of messages: {value!r}")
+    raise ValueError(
+      f"{name} must be a text or a list of messages, not {value!r}"
+    )
   for message in value:
     if not isinstance(message, dict):
       raise ValueError(f"{name}: a message must be an object, not {message!r}")

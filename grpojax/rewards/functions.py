@@ -81,9 +81,9 @@ def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
   place, name = split(built_in.get(path, path))
   if not place and path not in built_in:
     raise ValueError(
-      f"unknown {subject}{nearest(path, list(built_in))}: choose one of"
-      f" {list(built_in)}, or your own as package.module:NAME or"
-      " path/to/file.py:NAME"
+      f"unknown {subject}: choose one of {list(built_in)}, or your own as "
+      "package.module:NAME or path/to/file.py:NAME"
+      f"{nearest(path, list(built_in))}"
     )
   module = user_calls.load_module(subject, place or name)
   if not place or not name:

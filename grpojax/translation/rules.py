@@ -165,7 +165,7 @@ def translate(theirs: Theirs) -> Translation:
       if name in theirs.unread:
         notes.append(_unread(theirs, name, settings))
       continue
-    text = f"unknown here, may change the run ({library.page})"
+    text = f"unknown here: see {library.page}"
     if near := difflib.get_close_matches(name, library.table, 1, 0.9):
       text = f"not a setting of {library.name}: did you mean {near[0]}?"
     elif re.match(library.unneeded, name):
@@ -249,7 +249,7 @@ TURNS = (
 ENVIRONMENT = (
   "write environment.path = 'file.py' with step(state, action, example)"
 )
-OWN_ADVANTAGE = "unbiased, and grpojax's default: advantage = 'leave_one_out'"
+OWN_ADVANTAGE = "grpojax's default, advantage = 'leave_one_out', is unbiased"
 ALWAYS = (
   Setting("mesh.data", 1),
   Setting("mesh.fsdp", -1, "parameters over all devices"),

@@ -315,7 +315,7 @@ def _data(script: _Script) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         changes[f".{called(call)}()"] = True
   notes = []
   if changes:
-    text = f"{', '.join(changes)} of the data set are not applied: save its"
+    text = f"not applied to the data set: {', '.join(changes)}: save the"
     text += " result by .to_json('train.jsonl'), and set"
     text += " --config.data.name=jsonl --config.data.path=train.jsonl"
     notes.append(("train_dataset", text))

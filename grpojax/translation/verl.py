@@ -85,7 +85,7 @@ def _minibatches(theirs: Theirs, name: str) -> Items:
   count = theirs.sizes.minibatches
   yield theirs.setting("optim.minibatches", count, name)
   if count * size != prompts:
-    text = f"{count} equal minibatches of {prompts // count} prompts here"
+    text = f"a minibatch has {prompts // count} prompts here"
     yield Note(name, f"{prompts} prompts are not a multiple of {size}: {text}")
 
 

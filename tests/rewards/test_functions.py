@@ -21,7 +21,7 @@ def test_a_reward_can_be_in_a_module(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "name, options, message",
   [
-    ("math_anser", {}, "did you mean 'math_answer'.*package.module:NAME"),
+    ("math_anser", {}, "package.module:NAME.*did you mean 'math_answer'"),
     ("no.such.package:f", {}, "No module named 'no'"),
     ("no/such/file.py:f", {}, "there is no file /.*such/file.py$"),
     (str(pathlib.Path(USER).parent) + ":f", {}, "No module named"),

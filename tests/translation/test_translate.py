@@ -711,7 +711,7 @@ SCHEDULER = "lr_scheduler_type: cosine_with_min_lr"
   "text, words",
   [
     ("num_generation: 4\nbeta: 0", "did you mean num_generations"),
-    ("my_own: 3\nbeta: 0", "unknown here, may change the run"),
+    ("my_own: 3\nbeta: 0", "unknown here: see docs/from-trl.md"),
     ("lora_dropout: 0.1", "0.1: adapters have no dropout"),
     ("generation_kwargs: {typical_p: 1}", "sampling.*"),
     ("lr_scheduler_type: cosine", None),
