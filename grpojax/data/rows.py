@@ -255,8 +255,9 @@ def _files(
   """Returns the files with the rows of a split."""
   if not str(path):
     raise ValueError(
-      f"--config.data.name = {kind!r} needs data.path: set it to a file, a "
-      f"pattern of files, or a directory with train.{kind} and test.{kind}"
+      f"the data set {kind} needs data.path (data.mixture.NAME.path in a "
+      "mixture): set it to a file, a pattern of files, or a directory with "
+      f"train.{kind} and test.{kind}"
     )
   place = pathlib.Path(path)
   if place.is_dir():

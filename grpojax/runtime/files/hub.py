@@ -154,7 +154,8 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
         f"{kind} {name}: no such path here, it is missing or incomplete in "
         f"{cache}, and {constants.ENDPOINT} cannot be reached: check the "
         "network (HTTPS_PROXY, HF_ENDPOINT, HF_HUB_OFFLINE), or download it "
-        f"elsewhere (`hf download {name.id}`) and give its directory"
+        f"elsewhere (`hf download --repo-type {kind} {name.id}`) and give its "
+        "directory"
       )
     case errors.HfHubHTTPError():
       return (
