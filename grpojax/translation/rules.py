@@ -166,8 +166,8 @@ def translate(theirs: Theirs) -> Translation:
         notes.append(_unread(theirs, name, settings))
       continue
     text = f"unknown here: see {library.page}"
-    if near := difflib.get_close_matches(name, library.table, 1, 0.9):
-      text = f"not a setting of {library.name}: did you mean {near[0]}?"
+    if near := _intended(library, name):
+      text = f"not a setting of {library.name}: did you mean {near}?"
     elif re.match(library.unneeded, name):
       unneeded.append(name)
       continue
@@ -175,6 +175,18 @@ def translate(theirs: Theirs) -> Translation:
   return Translation(
     library.name, tuple(settings), tuple(notes), tuple(unneeded)
   )
+
+
+def _intended(library: Library, name: str) -> str:
+  """Returns the name in the table that a name misspells, or ""."""
+  for near in difflib.get_close_matches(name, library.table, 1, 0.9):
+    section, _, last = name.rpartition(".")
+    other, _, near_last = near.rpartition(".")
+    # Long sections make different names alike: rollout.name and rollout.n.
+    alike = difflib.SequenceMatcher(None, last, near_last).ratio() > 0.8
+    if (section == other and alike) or not re.match(library.unneeded, name):
+      return near
+  return ""
 
 
 def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:

@@ -108,6 +108,7 @@ def test_values_are_not_evaluated(tmp_path):
     ("--xyzzy=1", "--help lists all flags"),
     ("--config.optim=1", "--config.optim is a section"),
     ("--data.options.size={1:1}", "set its fields, --config.data.options.size"),
+    ("--config.reward.weights=a", "example --config.reward.weights=1.0 "),
     ("--config.steps=1e3", "type int, for example --config.steps=40 (training"),
     ("--dry_run=perhaps", "expected a value of type bool"),
     ("--config.sampling.stop=,", "expected a value of type tuple"),

@@ -269,6 +269,7 @@ def test_differences_to_trl_are_noted(tmp_path):
 
 
 ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 REJECTION = "algorithm.rollout_correction.rollout_rs"
 VERL = cases("""
 algorithm.rollout_correction: {rollout_rs: seq_mean_k1,
@@ -711,6 +712,7 @@ SCHEDULER = "lr_scheduler_type: cosine_with_min_lr"
   "text, words",
   [
     ("num_generation: 4\nbeta: 0", "did you mean num_generations"),
+    ("logging_step: 3\nbeta: 0", "did you mean logging_steps"),
     ("my_own: 3\nbeta: 0", "unknown here: see docs/from-trl.md"),
     ("lora_dropout: 0.1", "0.1: adapters have no dropout"),
     ("generation_kwargs: {typical_p: 1}", "sampling.*"),
@@ -726,6 +728,9 @@ SCHEDULER = "lr_scheduler_type: cosine_with_min_lr"
     ("eval_data_files: [a, b]", "to add 'b'"),
     (f"{ACTOR}.optim.{SCHEDULER}", "which ends at 0"),
     (f"{ACTOR}.megatron.router_replay.mode: R2", "experts (R3)"),
+    (f"{ROLLOUT}.temprature: 1", "did you mean actor_rollout_ref.rollout.temp"),
+    (f"{ROLLOUT}.name: vllm", None),
+    (f"{ACTOR}.fsdp_config.param_offload: 1", None),
   ],
 )
 def test_settings_that_change_the_run_are_reported_as_missing(

@@ -84,7 +84,8 @@ def _value(name: str, text: str, flag: Option | None) -> Any:
   try:
     return _typed(text, default)
   except (KeyError, SyntaxError, TypeError, ValueError):
-    example = " or ".join([f"{default}", *flag.words])
+    items = default if isinstance(default, tuple) else (default,)
+    example = " or ".join([",".join(map(str, items)), *flag.words])
     about = f" ({flag.text})" if flag.text else ""
     raise ValueError(
       f"--{name}{text and '='}{text}: expected a value of type "

@@ -155,7 +155,7 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
         f"{cache}, and {constants.ENDPOINT} cannot be reached: check the "
         "network (HTTPS_PROXY, HF_ENDPOINT, HF_HUB_OFFLINE), or download it "
         f"elsewhere (`hf download --repo-type {kind} {name.id}`) and give its "
-        "directory"
+        f"{'directory' if kind == 'model' else 'files to data.name = parquet'}"
       )
     case errors.HfHubHTTPError():
       return (
