@@ -270,6 +270,7 @@ def test_differences_to_trl_are_noted(tmp_path):
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+N_8 = f"{ROLLOUT}.n: 8"
 REJECTION = "algorithm.rollout_correction.rollout_rs"
 VERL = cases("""
 algorithm.rollout_correction: {rollout_rs: seq_mean_k1,
@@ -728,9 +729,9 @@ SCHEDULER = "lr_scheduler_type: cosine_with_min_lr"
     ("eval_data_files: [a, b]", "to add 'b'"),
     (f"{ACTOR}.optim.{SCHEDULER}", "which ends at 0"),
     (f"{ACTOR}.megatron.router_replay.mode: R2", "experts (R3)"),
-    (f"{ROLLOUT}.temprature: 1", "did you mean actor_rollout_ref.rollout.temp"),
-    (f"{ROLLOUT}.name: vllm", None),
-    (f"{ACTOR}.fsdp_config.param_offload: 1", None),
+    (f"{ROLLOUT}.temprature: 1\n{N_8}", "did you mean actor_rollout_ref.roll"),
+    (f"{ROLLOUT}.name: vllm\n{N_8}", None),
+    (f"{ACTOR}.fsdp_config.param_offload: 1\n{N_8}", None),
   ],
 )
 def test_settings_that_change_the_run_are_reported_as_missing(
