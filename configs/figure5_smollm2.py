@@ -14,13 +14,14 @@ import runpy
 
 from ml_collections import ConfigDict
 
+from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import group_size
 
 TRAIN = pathlib.Path(__file__).with_name("smollm2.py")
 
 
 def get_config() -> ConfigDict:
-  config = group_size.default_config()
+  config = to_config(group_size.SETTINGS)
   config.name = "figure5_smollm2"
   config.budgets = (32,)
   config.group_sizes = (4, 8, 16, 32)
