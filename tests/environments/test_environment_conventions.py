@@ -259,7 +259,7 @@ def test_tools_alone():
 @pytest.mark.parametrize(
   "path, tools, message",
   [
-    ("", [], "set path, or set tools"),
+    ("", [], "set path or tools"),
     ("retr", [], "did you mean 'retry'"),
     ("ODD:OnlyReset", [], "needs `reset` and `step`"),
     (f"{DRAWING}:Client", [], "cannot be called with.*required .*: 'url'"),

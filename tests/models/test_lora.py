@@ -153,7 +153,7 @@ def test_gradients_follow_from_merged_weights_by_the_chain_rule(model):
   [
     (CONFIG, 0, "layers/q", "rank=0 must be 1 or more"),
     (CONFIG, 2, "q", "nothing; there are layers/down, layers/gate, layers/k"),
-    (CONFIG, 2, "layers/.*norm", "layers/attn_norm, layers/mlp_norm, no proj"),
+    (CONFIG, 2, "layers/.*norm", "layers/attn_norm, layers/mlp_norm, not proj"),
     (CONFIG, 2, "layers/q(_bias)?", "match layers/q_bias, not projections"),
     (CONFIG, 2, "layers/(q", "unterminated subpattern"),
     (MIXTURE, 2, "layers/up", "match nothing; there are layers/expert_down, "),
