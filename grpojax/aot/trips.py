@@ -126,5 +126,5 @@ def trip_count(
     if later == state:  # the known elements cannot end the loop
       break
     state = later
-    count = count + 1
+    count += 1
   return Trips(None, False, constants)

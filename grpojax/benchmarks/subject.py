@@ -136,7 +136,7 @@ def steps(
   `step.sampling.sampler_program`: the largest lengths of completions.
   """
   run = subject.run
-  settings = subject.run.settings
+  settings = run.settings
   options = {
     "group_size": run.group_size,
     "tx": subject.tx,

@@ -131,7 +131,7 @@ def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
         f"a text has {size} tokens, but a row {length}: use longer rows"
       )
     if used + size > length:
-      row = row + 1
+      row += 1
       used = 0
       segment = 0
       if row == rows:

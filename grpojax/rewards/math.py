@@ -246,7 +246,7 @@ def _boxed(text: str) -> str | None:
         break
     if answer:
       answers.insert(0, answer)
-      later = place - (text[place] != "\\")  # of the backslash
+      later = place if text[place] == "\\" else place - 1  # its backslash
   return ", ".join(dict.fromkeys(answers)) or None
 
 

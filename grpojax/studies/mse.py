@@ -84,7 +84,7 @@ def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
     yield from wrong
     return
   sizes = config.group_sizes
-  largest = max(config.group_sizes)
+  largest = max(sizes)
   if any(largest % g for g in sizes) or len(set(sizes)) < len(sizes):
     yield "group_sizes", "each must divide the largest, once"
   elif config.samples % largest or config.samples < 3 * largest:

@@ -111,7 +111,7 @@ def ours(
   """The loss of a single micro-batch, as in `make_update`."""
   arrays = data()
   mask = arrays["mask"]
-  counted = arrays["mask"]
+  counted = mask
   weights = bind(losses.WEIGHTINGS[weighting], length=8)(mask)
   if share < 1:
     entropies = jax.lax.stop_gradient(entropy)

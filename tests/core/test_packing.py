@@ -89,7 +89,7 @@ def test_each_real_token_has_one_place(
 def check_tokens(planned, lengths):
   """Checks that each completion is contiguous in a row of its prompt."""
   rows = planned.rows
-  (bundles, splits, u) = planned.prompt_of_copy.shape
+  bundles, splits, u = planned.prompt_of_copy.shape
   of_bundle = B // bundles
   real = rows.sample_of_token >= 0
   assert real.sum() == lengths.sum()
@@ -113,7 +113,7 @@ def check_tokens(planned, lengths):
 def check_room(planned, prompts):
   """Checks that a micro-batch has room for any of the bundles."""
   rows = planned.rows
-  (bundles, splits, _) = planned.prompt_of_copy.shape
+  bundles, splits, _ = planned.prompt_of_copy.shape
   real = rows.sample_of_token >= 0
   prompt_tokens = np.zeros((bundles, splits), int)
   for at in np.ndindex(bundles, splits):

@@ -102,7 +102,7 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   group_size = rewards.shape[-1]
   rows = rewards.reshape(-1, group_size)
   rewarded = present(rows)
-  counts = jnp.sum(present(rows), -1)
+  counts = jnp.sum(rewarded, -1)
   rows = jnp.clip(jnp.where(rewarded, rows, 0), 0, 1)
   # Log-likelihoods by trials (0 to G), successes and prior.
   table = np.zeros((group_size + 1, group_size + 2, _ALPHA.size))

@@ -60,7 +60,7 @@ def _max_rl_weights(group_size: int, k: int) -> np.ndarray:
 def _sum_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
   """Returns advantages that are sums of gaps, by `_gap_weights`."""
   rewarded = present(rewards)
-  n = jnp.sum(present(rewards), -1)
+  n = jnp.sum(rewarded, -1)
   # Missing rewards go to the end, equal to the best, so they add no gap.
   best = jnp.max(jnp.where(rewarded, rewards, -jnp.inf), -1, keepdims=True)
   order = jnp.argsort(jnp.where(rewarded, rewards, jnp.inf), -1)

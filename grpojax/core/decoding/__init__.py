@@ -391,7 +391,7 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   A model without `grow_cache` and `map_cache_rows` has a single stage.
   """
   lm = setup.lm
-  (b, g, t_max) = samples.ids.shape
+  b, g, t_max = samples.ids.shape
   # The state of the prompt's last token predicts the first token.
   first = setup.prefix.last_hidden[:, None]
   first = jnp.broadcast_to(first, (b, g, first.shape[-1]))

@@ -192,7 +192,7 @@ def _append(
 ) -> Trajectories:
   """Draws the next token of `alive` rows."""
   samples = rows.samples
-  t = rows.samples.length
+  t = samples.length
   # The first token is predicted by the prompt, others by the row's last token.
   at = jnp.maximum(t - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)

@@ -146,7 +146,7 @@ def split(
 
 def _split_packed(prompts, samples, packing: Packing):
   """Splits a batch into the micro-batches of its packing."""
-  (bundles, splits, u) = packing.prompt_of_copy.shape
+  bundles, splits, u = packing.prompt_of_copy.shape
   rows = packing.rows
   prompt_of_copy = packing.prompt_of_copy.reshape(bundles, -1)
   count = bundles // rows.sizes.bundles
@@ -179,7 +179,7 @@ def join(
   shape: tuple[int, int],
 ) -> Shaped[Array, "B G T *more"]:
   """Joins values of micro-batches into [B, G, ...]; 0 for unpacked samples."""
-  (b, g) = shape
+  b, g = shape
   (_, u, samples, *of_sample) = values.shape
   if packing is None:
     # Row r was dealt to part r mod parts, so parts vary fastest in the result.

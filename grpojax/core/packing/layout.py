@@ -152,7 +152,7 @@ def _cheapest(
   fewest micro-batches first. `largest` is the largest micro-batch on a device,
   in tokens. Returns None if no width costs less than the unpacked batch.
   """
-  (b, g) = batch.lengths.shape
+  b, g = batch.lengths.shape
   p = batch.prompt_length
   t = batch.length
 
@@ -193,7 +193,7 @@ def _packing(
 ) -> Packing:
   """Returns the arrays of a packing with the sizes of `shape`."""
   lengths = batch.lengths
-  (b, g) = batch.lengths.shape
+  b, g = lengths.shape
   bundles = batch.bundles
   # The copies of a split are its prompts in their order.
   copy_of_prompt = np.cumsum(spread.has_prompt, axis=-1) - 1

@@ -200,7 +200,7 @@ def _loss(s: TrainSettings) -> Rows:
 
 def _rewards(s: TrainSettings) -> Rows:
   reward = s.reward
-  names = s.reward.functions
+  names = reward.functions
   texts = all(isinstance(name, str) for name in names)
   if not (names and texts and all(names)):
     remedy = "name at least one function; the first decides on right answers"
