@@ -64,14 +64,14 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   begins = {x[:i] for x in ends for i in range(len(x))}
   begins = sorted(begins, key=lambda x: (len(x), x))
   numbers = {x: i for i, x in enumerate([*begins, *ends])}
-  # Tree of the states: the bytes that extend a prefix, and where they lead.
+  # For each state, the bytes that extend it and the longer states they give.
   children = [[] for _ in numbers]
   for text in [*begins[1:], *ends]:
     children[numbers[text[:-1]]].append((text[-1], numbers[text]))
   after = np.zeros((len(numbers), 256), np.int32)
   suffix = [0] * len(numbers)  # the longest other state that is a suffix
-  # Shorter states come first, so the row of a state's suffix is complete. A
-  # byte that does not extend the state leads where it leads from the suffix.
+  # Shorter states come first, so the row of a state's suffix is complete. Bytes
+  # that do not extend the state have the suffix's transitions.
   for state in range(len(begins)):
     after[state] = after[suffix[state]]
     for byte, child in children[state]:
@@ -88,7 +88,7 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   classes = np.zeros(count, np.int32)
   for number, tokens in enumerate(groups.values()):
     classes[tokens] = number
-  # States that whole tokens can reach; a string may end only inside a token.
+  # Find the states reachable by whole tokens: some occur only inside tokens.
   reached = set()
   new = {0}
   while new:
