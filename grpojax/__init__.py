@@ -16,7 +16,7 @@ _NAMES = {
   "grpojax.core.batch": ("make_batch",),
   "grpojax.core.environment": ("Environment", "Observation", "returns"),
   "grpojax.core.logprobs": ("token_logprobs",),
-  "grpojax.core.mesh": ("constrain", "make_mesh", "shardings"),
+  "grpojax.core.meshes": ("constrain", "make_mesh", "shardings"),
   "grpojax.core.rollout": ("rollout", "rollout_metrics"),
   "grpojax.core.decoding": ("Decoding",),
   "grpojax.core.objective": ("Objective",),

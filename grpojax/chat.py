@@ -34,18 +34,15 @@ from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.terminal.screen import printable
-from grpojax.training import policy as policy_lib
-from grpojax.training import run_models
+from grpojax.training import policies, run_models
 from grpojax.training.config import SETTINGS, from_config
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits
-from grpojax.training.policy import Policy
+from grpojax.training.policies import Policy
 from grpojax.training.report import sample_rows
 from grpojax.training.run import memory
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import episodes
-from grpojax.training.step import rewards as rewards_lib
-from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step import episodes, sampling, scoring
 
 NEW, QUIT = "/new", "/quit"
 HELP = f"each line is a prompt; {NEW} clears the history, {QUIT} ends the chat"
@@ -94,7 +91,7 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
     config.sampling.temperature = flags.temperature
   settings = from_config(config)
   if flags.example >= 0:
-    rewards_lib.resolve_functions(settings)
+    scoring.resolve_functions(settings)
   return settings, flags
 
 
@@ -134,7 +131,7 @@ class Speaker(NamedTuple):
   policy: Policy
   params: Params
   sampler: Callable[..., Any]  # from `step.sampling.make_sampler`
-  reward_pool: rewards_lib.RewardPool | None = None  # None without rewards
+  reward_pool: scoring.RewardPool | None = None  # None without rewards
 
 
 def _fit_prompt(
@@ -146,7 +143,7 @@ def _fit_prompt(
   """
   _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
-  policy_lib.check_positions(
+  policies.check_positions(
     policy.directory, len(ids), new_tokens, policy.ignore_keys
   )
   length = settings.data.max_prompt_length or 32
@@ -173,10 +170,10 @@ def ask(
   )
   samples = sampled.rollout
   if speaker.reward_pool is None:
-    texts = policy_lib.decode(policy, samples)
+    texts = policies.decode(policy, samples)
     rewards = [None] * len(texts[0])
   else:
-    texts, scores = rewards_lib.compute_rewards(
+    texts, scores = scoring.compute_rewards(
       policy, speaker.reward_pool, examples, sampled
     )
     rewards = scores.rewards[0].tolist()
@@ -253,7 +250,7 @@ def _set_up(
   All errors are raised before compilation.
   """
   policy, params = run_models.load(flags.model, settings.model, flags.best)
-  policy = policy_lib.with_stop(policy, settings.sampling.stop)
+  policy = policies.with_stop(policy, settings.sampling.stop)
   memory.refuse(memory.evaluation(settings, policy.shape, flags.samples))
   example = {"prompt": flags.prompt} if flags.prompt else None
   if flags.example >= 0:
@@ -268,14 +265,14 @@ def _set_up(
     turns = has_template and not run_models.is_run(flags.model)
   pool = environment = None
   if flags.example >= 0:
-    pool = stack.enter_context(rewards_lib.open_reward_pool(settings))
+    pool = stack.enter_context(scoring.open_reward_pool(settings))
     environment = pool.environment
   elif settings.environment.on:
     environment = stack.enter_context(episodes.open_pool(settings))
   distribution = settings.sampling.distribution
   if flags.temperature == 0:
     distribution = dataclasses.replace(distribution, temperature=0.0)
-  sampler = sampling_lib.make_sampler(
+  sampler = sampling.make_sampler(
     settings, policy, flags.samples, distribution, environment=environment
   )
   speaker = Speaker(settings, policy, params, sampler, pool)
@@ -303,7 +300,7 @@ def _ask_once(speaker: Speaker, example: dict[str, Any]) -> None:
   pool = speaker.reward_pool
   if pool is not None:
     steps = speaker.settings.steps  # as at the end of the run
-    (example,) = rewards_lib.with_step(pool.pool, [example], steps, steps)
+    (example,) = scoring.with_step(pool.pool, [example], steps, steps)
   prompt, answers = ask(speaker, example)
   if pool is not None:
     print(printable(prompt).rstrip())

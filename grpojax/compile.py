@@ -33,7 +33,7 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
 from grpojax.training.config import SETTINGS, from_config, parse_job
 from grpojax.training.run import setup
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 
 DOES_NOT_FIT = 3  # exit code; errors exit with 1
 
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     if count := settings.mesh.sampling_devices:
       raise ValueError(f"mesh.sampling_devices = {count}: unsupported, use 0")
     mesh = setup.make_mesh(settings, machine.devices)
-    batches_lib.check_mesh(settings, mesh)
+    batches.check_mesh(settings, mesh)
     run = programs.open_run(settings, mesh)
   result = report.report(run, machine)
   print("\n".join(report.lines(result)), flush=True)

@@ -36,15 +36,13 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.terminal import screen
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
-from grpojax.training import policy as policy_lib
-from grpojax.training import run_models
+from grpojax.training import policies, run_models
 from grpojax.training.config import SETTINGS, from_config
 from grpojax.training.data import mixtures
 from grpojax.training.evaluation import evaluation
 from grpojax.training.run import memory
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import episodes
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import episodes, scoring
 from grpojax.training.step import sampling as sampling_lib
 
 FLAGS = {
@@ -73,7 +71,7 @@ READS = tuple(
 )
 """Settings, or prefixes of settings, that affect an evaluation."""
 
-_Models = list[tuple[policy_lib.Policy, Params]]
+_Models = list[tuple[policies.Policy, Params]]
 _Values = list[dict[str, np.ndarray]]
 """Metrics of each model by name, [prompts]."""
 
@@ -131,7 +129,7 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
       "of the Hub"
     )
   ks = _check_flags(settings, flags)
-  rewards_lib.resolve_functions(settings)
+  scoring.resolve_functions(settings)
   if flags.out:
     disk.check_file(flags.out, "--out")
   return settings, flags, ks
@@ -146,7 +144,7 @@ def _load(
   for name in names:
     best = flags.best and not models
     policy, params = run_models.load(name, settings.model, best)
-    policy = policy_lib.with_stop(policy, settings.sampling.stop)
+    policy = policies.with_stop(policy, settings.sampling.stop)
     samples = flags.samples or 1
     memory.refuse(memory.evaluation(settings, policy.shape, samples))
     models.append((policy, params))
@@ -183,7 +181,7 @@ def _evaluate(
   by_data_set = {}
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
-      reward_pool = stack.enter_context(rewards_lib.open_reward_pool(settings))
+      reward_pool = stack.enter_context(scoring.open_reward_pool(settings))
       environment = reward_pool.environment
       if environment:
         for (policy, _), problems in zip(models, held_out, strict=True):

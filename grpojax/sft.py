@@ -40,14 +40,12 @@ from grpojax.data.texts import Rows, pack
 from grpojax.models import huggingface as hf
 from grpojax.models.transformer import transformer
 from grpojax.runtime import compilation
-from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli import config as config_lib
-from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli import command_line, configs, settings
 from grpojax.runtime.cli.settings import free_section, section, setting
 from grpojax.runtime.files import disk, records
-from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.runtime.text import tokenization
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.run import memory
 
 _count = functools.partial(setting, within=ONE_OR_MORE)
@@ -115,15 +113,15 @@ FLAGS = {"out": setting("", 'directory to write; "" = runs/NAME')}
 
 def default_config() -> ConfigDict:
   """Returns a config for pretraining the arithmetic model from scratch."""
-  return settings_lib.to_config(SETTINGS)
+  return settings.to_config(SETTINGS)
 
 
 def validate(config: ConfigDict) -> None:
   """Raises ValueError with a line per error of `config`."""
-  config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
-  values = config_lib.flatten(config)
-  errors = settings_lib.value_errors(SETTINGS, values)
-  errors += config_lib.name_errors(config.name)
+  configs.refuse(settings.key_errors(SETTINGS, config))
+  values = configs.flatten(config)
+  errors = settings.value_errors(SETTINGS, values)
+  errors += configs.name_errors(config.name)
   wrong = {}
   for name in ("difficulty", "forget"):
     low = f"{name}_low"
@@ -133,8 +131,8 @@ def validate(config: ConfigDict) -> None:
     wrong["tokenizer"] = "arithmetic has no bpe: use characters"
   if config.optim.warmup_steps >= max(config.steps, 1):
     wrong["optim.warmup_steps"] = f"must be below steps = {config.steps}"
-  errors += [config_lib.config_error(x, values[x], wrong[x]) for x in wrong]
-  config_lib.refuse(errors)
+  errors += [configs.config_error(x, values[x], wrong[x]) for x in wrong]
+  configs.refuse(errors)
 
 
 def load_examples(config: ConfigDict):
@@ -148,10 +146,10 @@ def load_examples(config: ConfigDict):
 
 def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:
   """Writes config.json and the tokenizer of a new model."""
-  tokenizer = tokenizer_lib.character_tokenizer()
+  tokenizer = tokenization.character_tokenizer()
   if config.tokenizer == "bpe":
     strings = texts_lib.strings(examples)
-    tokenizer = tokenizer_lib.train_bpe(strings, config.vocab_size)
+    tokenizer = tokenization.train_bpe(strings, config.vocab_size)
   tokenizer.save_pretrained(str(path))
   sizes = "width layers heads kv_heads mlp".split()
   hf.write_config(
@@ -172,7 +170,7 @@ def set_format(path: pathlib.Path, tokenizer, config: ConfigDict) -> None:
   drawn = config.data.name == "arithmetic"
   if config.format == "dialogue":
     if drawn or not tokenizer.chat_template:
-      tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
+      tokenizer.chat_template = tokenization.CHAT_TEMPLATE
       tokenizer.save_pretrained(str(path))
   elif drawn:
     blank = tokenizer.encode("\n\n", add_special_tokens=False)
@@ -197,7 +195,7 @@ def texts(
   """
   data = config.data
   encode = functools.partial(
-    tokenizer_lib.encode_text, tokenizer, special_tokens=data.special_tokens
+    tokenization.encode_text, tokenizer, special_tokens=data.special_tokens
   )
   if examples is None:
     return texts_lib.arithmetic_texts(
@@ -211,7 +209,7 @@ def texts(
     )
 
   def encode_prompt(prompt):
-    return tokenizer_lib.encode_prompt(
+    return tokenization.encode_prompt(
       tokenizer, prompt, data.template, special_tokens=data.special_tokens
     )[1]
 
@@ -315,7 +313,7 @@ def start(config: ConfigDict, source: pathlib.Path):
   """
   examples = load_examples(config)
   if config.model.path:
-    directory = policy_lib.find_model(config.model.path)
+    directory = policies.find_model(config.model.path)
     hf.copy_files(directory, source)
   else:
     directory = source
@@ -323,8 +321,8 @@ def start(config: ConfigDict, source: pathlib.Path):
   keys = config.model.ignore_keys
   shape = hf.to_transformer_config(hf.read_config(directory, keys))
   memory.refuse(memory.fine_tuning(shape, config.rows, config.row_length))
-  tokenizer = tokenizer_lib.load(source)
-  gaps = tokenizer_lib.gaps(tokenizer, shape.vocab_size)
+  tokenizer = tokenization.load(source)
+  gaps = tokenization.gaps(tokenizer, shape.vocab_size)
   lm = transformer(dataclasses.replace(shape, gaps=gaps))
   if config.model.path:
     params = hf.load_params(directory, ignore_keys=keys)
@@ -350,7 +348,7 @@ def main(argv: list[str]) -> None:
           f"{out} exists already: remove it, or use another --out"
         )
       disk.check_writable(out, "--out")
-      config.model.path = policy_lib.pinned(config.model.path)  # for the record
+      config.model.path = policies.pinned(config.model.path)  # for the record
       lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     tokens = config.rows * config.row_length

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpojax.models import huggingface as hf
-from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.runtime.text import tokenization
 
 NAMES = sorted(path.name for path in hf.ASSETS.iterdir() if path.is_dir())
 PROMPTS = dict.fromkeys(NAMES, "Q: 23*4+17\nA: ")
@@ -28,13 +28,13 @@ def test_size_and_recorded_command(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_tokenizer_round_trips_text(name):
-  tokenizer = tokenizer_lib.load(hf.resolve(name))
+  tokenizer = tokenization.load(hf.resolve(name))
   text = PROMPTS[name] + ANSWER
   ids = tokenizer.encode(text, add_special_tokens=False)
   assert len(ids) == len(text) and tokenizer.decode(ids) == text
-  prompt, _ = tokenizer_lib.encode_prompt(tokenizer, "23*4+17", "{prompt}\n")
+  prompt, _ = tokenization.encode_prompt(tokenizer, "23*4+17", "{prompt}\n")
   assert prompt == PROMPTS[name]
-  eos_ids = tokenizer_lib.eos_ids(hf.resolve(name), tokenizer)
+  eos_ids = tokenization.eos_ids(hf.resolve(name), tokenizer)
   assert tokenizer.eos_token_id in eos_ids
 
 
@@ -43,7 +43,7 @@ def test_the_tokenizer_round_trips_text(name):
 def test_logits_equal_those_of_transformers(name):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
-  tokenizer = tokenizer_lib.load(hf.resolve(name))
+  tokenizer = tokenization.load(hf.resolve(name))
   ids = np.array(tokenizer.encode(PROMPTS[name] + ANSWER))
   model = transformers.AutoModelForCausalLM.from_pretrained(
     hf.resolve(name), dtype=torch.float32

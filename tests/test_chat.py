@@ -10,7 +10,7 @@ from run_helpers import refusal
 from grpojax import chat
 from grpojax.chat import Answer
 from grpojax.rewards import exact
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import configs
 from grpojax.training.settings.run import TrainSettings
 
 NOBODY = chat.Speaker(*[None] * 4)
@@ -23,7 +23,7 @@ def run(toy, toy_model, tmp_path, config_with):
   names = ("sampling.max_new_tokens", "data.max_prompt_length")
   sizes = {name.replace(".", "__"): int(words[name]) for name in names}
   config = config_with(**sizes, model__path=str(toy_model), eval__num_prompts=2)
-  (tmp_path / "config.json").write_text(config_lib.to_json(config))
+  (tmp_path / "config.json").write_text(configs.to_json(config))
   (tmp_path / "summary.json").write_text("{}")
   shutil.copytree(toy_model, tmp_path / "model")
   return tmp_path
@@ -88,7 +88,7 @@ def test_an_example_beyond_the_limit_is_refused():
 def test_errors_are_raised_before_compilation(
   words, hint, run, toy_model, toy_task, monkeypatch
 ):
-  monkeypatch.setattr(chat.sampling_lib, "make_sampler", None)
+  monkeypatch.setattr(chat.sampling, "make_sampler", None)
   if "--example=60" in words:  # the toy task is endless
     fifty = [toy_task.load("test")[i] for i in range(50)]
     load = "grpojax.training.data.splits.load_examples"

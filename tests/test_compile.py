@@ -134,7 +134,7 @@ def test_exit_codes_of_fitting_and_too_large_steps(
     "report.lines": ["said"],
     "topology.machine": topology.Machine("cpu:2", None, []),
     "setup.make_mesh": None,
-    "batches_lib.check_mesh": None,
+    "batches.check_mesh": None,
     "programs.open_run": None,
   }
   for name, value in results.items():

@@ -12,14 +12,14 @@ import jax
 import pytest
 
 from grpojax.aot import programs
-from grpojax.core.mesh import make_mesh
+from grpojax.core.meshes import make_mesh
 from grpojax.models import huggingface as hf
 from grpojax.models.transformer import parameter_shapes
 from grpojax.runtime.cli import config_file
 from grpojax.studies import group_size as figure5
 from grpojax.training.config import default_config, from_config
 from grpojax.training.run import setup
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = {path.stem: path for path in sorted(ROOT.glob("configs/*.py"))}
@@ -71,7 +71,7 @@ def test_a_config_is_valid(name):
   # Batches divide over the devices named in the file.
   devices = jax.devices()[:1] * DEVICES.get(name, 1)
   mesh = setup.make_mesh(settings, devices)
-  batches_lib.check_mesh(settings, mesh)
+  batches.check_mesh(settings, mesh)
 
 
 PARTS = ("rollout", "reference", "update")

@@ -13,8 +13,7 @@ import pytest
 
 from grpojax.models import huggingface as hf
 from grpojax.rewards import functions
-from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import command_line, configs
 from grpojax.runtime.cli.settings import flat_settings, free_sections
 from grpojax.training import config as train_config
 from grpojax.training.config import from_config
@@ -25,7 +24,7 @@ every_text = pytest.mark.parametrize("page", [*lib.PAGES, lib.README], ids=ids)
 README = lib.README.read_text()
 PACKAGE = lib.ROOT / "grpojax"
 CODE = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-SETTINGS = config_lib.flatten(train_config.default_config())
+SETTINGS = configs.flatten(train_config.default_config())
 SECTIONS = {name.split(".")[0] for name in SETTINGS if "." in name}
 CHOICES = {
   name: option.choices

@@ -14,9 +14,9 @@ from grpojax.core.decoding.sampling import Sampling
 from grpojax.runtime.files import records
 from grpojax.training.data import prompts, splits
 from grpojax.training.evaluation import evaluation
-from grpojax.training.policy import load_policy
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.policies import load_policy
 from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step import scoring
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_the_batch_size_does_not_change_greedy_completions(
     )
     examples = splits.load_examples(settings, "test")
     sampling = Sampling(temperature)
-    with rewards_lib.open_reward_pool(settings) as reward_pool:
+    with scoring.open_reward_pool(settings) as reward_pool:
       return evaluation.evaluate(
         settings,
         policy,

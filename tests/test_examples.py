@@ -10,7 +10,7 @@ import pytest
 
 import grpojax
 from grpojax.examples import grpo_in_one_file as example
-from grpojax.training.policy import Policy
+from grpojax.training.policies import Policy
 
 SIZES = {"BATCH_SIZE": 2, "GROUP_SIZE": 4, "COMPLETION_TOKENS": 6}
 

@@ -16,7 +16,7 @@ from grpojax import export
 from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import weights_out
 from grpojax.runtime import checkpoint
-from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.runtime.text import tokenization
 from grpojax.training import run_models
 from grpojax.training.config import default_config, from_config
 from grpojax.training.optimizer import optimizer
@@ -70,7 +70,7 @@ def test_transformers_reads_an_export(run, tmp_path):
   embedding = model.get_input_embeddings().weight.detach()
   np.testing.assert_array_equal(embedding, run.trained[4]["embed"])
   assert model.generation_config.eos_token_id is not None
-  ours, theirs = map(tokenizer_lib.load, (hf.resolve(MODEL), out))
+  ours, theirs = map(tokenization.load, (hf.resolve(MODEL), out))
   chat = [{"role": "user", "content": "1+2"}]
   assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
 

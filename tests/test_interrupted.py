@@ -19,7 +19,7 @@ from grpojax import train
 from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
 from grpojax.runtime.files import records
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import scoring
 
 HERE = pathlib.Path(__file__).parent
 
@@ -155,7 +155,7 @@ def test_sigterm_saves_and_the_next_run_resumes(
   run = tmp_path / "run"
   settings, name, calls, done = MOMENTS[moment]
   argv = [*toy_task.arguments(toy_model, **settings), f"--run_dir={run}"]
-  module = rewards_lib if name == REWARDS else checkpoint
+  module = scoring if name == REWARDS else checkpoint
   original = getattr(module, name)
   begun = []
   ended = []
@@ -200,7 +200,7 @@ def test_a_swallowed_ctrl_c_still_ends_the_run(
   toy_task, toy_model, tmp_path, monkeypatch, capsys, ctrl_c
 ):
   """Python swallows exceptions in callbacks of weak references."""
-  original = rewards_lib.collect_rewards
+  original = scoring.collect_rewards
   calls = []
 
   def swallowed(*args, **options):
@@ -213,7 +213,7 @@ def test_a_swallowed_ctrl_c_still_ends_the_run(
         pass
     return original(*args, **options)
 
-  monkeypatch.setattr(rewards_lib, "collect_rewards", swallowed)
+  monkeypatch.setattr(scoring, "collect_rewards", swallowed)
   with pytest.raises(SystemExit) as caught:
     train.main([*toy_task.arguments(toy_model), f"--run_dir={tmp_path}/run"])
   assert caught.value.code == 130

@@ -12,7 +12,7 @@ from run_helpers import refusal
 from grpojax import sft
 from grpojax.data import texts as texts_lib
 from grpojax.models import huggingface as hf
-from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.runtime.text import tokenization
 
 PROBLEMS = pathlib.Path(__file__).parent / "data" / "gsm8k"
 
@@ -36,12 +36,12 @@ def test_the_loss_falls_and_a_model_directory_is_written(toy_model):
   assert "--config.model.width=16" in record["command"]
   _, params = hf.load(toy_model)
   assert params["embed"].shape == (100, 16)
-  tokenizer = tokenizer_lib.load(toy_model)
-  assert tokenizer_lib.eos_ids(toy_model, tokenizer) == (1, 99)
+  tokenizer = tokenization.load(toy_model)
+  assert tokenization.eos_ids(toy_model, tokenizer) == (1, 99)
 
 
 def test_documents_are_learned_completely():
-  tokenizer = tokenizer_lib.character_tokenizer()
+  tokenizer = tokenization.character_tokenizer()
   texts = sft.texts(config_with(format="document"), tokenizer)
   for context, learned in itertools.islice(texts, 20):
     assert context == [] and learned[-1] == tokenizer.eos_token_id
@@ -54,8 +54,8 @@ def test_documents_are_learned_completely():
 
 
 def test_dialogues_are_learned_from_the_answer():
-  tokenizer = tokenizer_lib.character_tokenizer()
-  tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
+  tokenizer = tokenization.character_tokenizer()
+  tokenizer.chat_template = tokenization.CHAT_TEMPLATE
   texts = sft.texts(config_with(format="dialogue"), tokenizer)
   for context, learned in itertools.islice(texts, 20):
     prompt = tokenizer.decode(context)
@@ -64,11 +64,11 @@ def test_dialogues_are_learned_from_the_answer():
     assert "Q" not in answer and tokenizer.eos_token_id not in context
     # GRPO encodes the prompt to the same tokens.
     problem = prompt.removeprefix("Q: ").removesuffix("\nA: ")
-    assert tokenizer_lib.encode_prompt(tokenizer, problem) == (prompt, context)
+    assert tokenization.encode_prompt(tokenizer, problem) == (prompt, context)
 
 
 def test_texts_follow_the_config():
-  tokenizer = tokenizer_lib.character_tokenizer()
+  tokenizer = tokenization.character_tokenizer()
 
   def decoded(count=30, **changes):
     texts = sft.texts(config_with(format="dialogue", **changes), tokenizer)
@@ -91,10 +91,10 @@ def test_texts_follow_the_config():
 def test_the_format_sets_template_and_eos(form, eos, text, toy_model, tmp_path):
   shutil.copytree(toy_model, tmp_path, dirs_exist_ok=True)
   config = config_with(format=form)
-  sft.set_format(tmp_path, tokenizer_lib.load(tmp_path), config)
-  tokenizer = tokenizer_lib.load(tmp_path)
-  assert tokenizer_lib.eos_ids(tmp_path, tokenizer) == eos
-  assert tokenizer_lib.format_prompt(tokenizer, "1+2", "{prompt}\n") == text
+  sft.set_format(tmp_path, tokenization.load(tmp_path), config)
+  tokenizer = tokenization.load(tmp_path)
+  assert tokenization.eos_ids(tmp_path, tokenizer) == eos
+  assert tokenization.format_prompt(tokenizer, "1+2", "{prompt}\n") == text
 
 
 @pytest.mark.slow
@@ -109,12 +109,12 @@ def test_a_new_model_of_word_problems(tmp_path, capsys):
   counts = re.search(counts, capsys.readouterr().out)
   used, dropped = map(int, counts.groups())
   assert used + dropped == 32 and used and dropped
-  tokenizer = tokenizer_lib.load(tmp_path)
+  tokenizer = tokenization.load(tmp_path)
   assert params["embed"].shape == (300, 16) == (len(tokenizer), 16)
-  eos_ids = tokenizer_lib.eos_ids(tmp_path, tokenizer)
+  eos_ids = tokenization.eos_ids(tmp_path, tokenizer)
   assert eos_ids == (tokenizer.eos_token_id,)
   text = "Q: Ann has 7 €.\nA: "
-  prompt, ids = tokenizer_lib.encode_prompt(tokenizer, "Ann has 7 €.")
+  prompt, ids = tokenization.encode_prompt(tokenizer, "Ann has 7 €.")
   assert prompt == text == tokenizer.decode(ids)
   for context, learned in itertools.islice(stream, 2 * used):
     assert len(context) + len(learned) <= 320 and learned[-1] in eos_ids
@@ -129,9 +129,9 @@ def test_examples_are_encoded_in_the_format(form, learn_prompts, capsys):
   config.data.update(name="gsm8k", path=str(PROBLEMS))
   config.data.learn_prompts = learn_prompts
   examples = sft.load_examples(config)
-  tokenizer = tokenizer_lib.train_bpe(texts_lib.strings(examples), 300)
+  tokenizer = tokenization.train_bpe(texts_lib.strings(examples), 300)
   if form == "dialogue":
-    tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
+    tokenizer.chat_template = tokenization.CHAT_TEMPLATE
   stream = sft.texts(config, tokenizer, examples)
   texts = list(itertools.islice(stream, len(examples)))
   assert "dropped, with more than 2000 tokens: 0" in capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_examples_are_encoded_in_the_format(form, learn_prompts, capsys):
 def test_special_tokens_in_examples_are_text_or_control_tokens(kind, count):
   config = config_with(format="document")
   config.data.update(name="gsm8k", special_tokens=kind)
-  tokenizer = tokenizer_lib.character_tokenizer()
+  tokenizer = tokenization.character_tokenizer()
   examples = [{"prompt": "1<|endoftext|>", "answer": "2<|endoftext|>"}]
   context, learned = next(sft.texts(config, tokenizer, examples))
   assert (context + learned).count(tokenizer.eos_token_id) == count

@@ -18,7 +18,7 @@ from grpojax import evaluate, export, train
 from grpojax.data import arithmetic, datasets
 from grpojax.models import huggingface as hf
 from grpojax.rewards import exact
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.training.run import fit
 from grpojax.training.step import diagnosis, sampling
@@ -63,7 +63,7 @@ def test_a_run_writes_the_documented_files(toy_run):
   assert all(name in train.__doc__ for name in FILES)
   picture = (run / "learning_curve.png").read_bytes()
   assert picture.startswith(b"\x89PNG")
-  config = config_lib.from_json((run / "config.json").read_text())
+  config = configs.from_json((run / "config.json").read_text())
   assert config.optim.learning_rate == 1e-2 and config.steps == 8
   samples = records.read_jsonl(run / "samples.jsonl")
   assert {row["step"] for row in samples} == {2, 4, 6, 8}
@@ -233,7 +233,7 @@ def test_each_group_size_compiles_once(
   def other(choice, *estimates, **options):
     return choice.replace(group_size=24 - choice.group_size)
 
-  monkeypatch.setattr(diagnosis.group_size_lib, "observe", other)
+  monkeypatch.setattr(diagnosis.group_size, "observe", other)
   changes = {"steps": 5, "eval.every": 5, "eval.num_prompts": 4}
   changes |= {"group_size": "auto", "auto_group_size.largest": 16}
   changes |= {"diagnostics.every": 1, "optim.micro_batches": 2}

@@ -10,19 +10,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Prompts, TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
-from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.files import gguf_directory, hub
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.data import prompts, splits
 from grpojax.training.optimizer import optimizer
-from grpojax.training.policy import Policy
+from grpojax.training.policies import Policy
 from grpojax.training.run import hub_pins, setup
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import AUTO, TrainSettings
@@ -50,7 +50,7 @@ def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
   ValueError if it is missing or not a model's.
   """
   if not os.path.isfile(path) or gguf_directory.is_named(path):
-    path = policy_lib.find_model(path, hub.CONFIG)
+    path = policies.find_model(path, hub.CONFIG)
   return hf.read_config(path, ignore_keys)
 
 
@@ -91,7 +91,7 @@ def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
   """Returns shapes of rows with the shardings of `core.mesh.constrain`."""
 
   def laid_out(x):
-    sharding = mesh_lib.activation_sharding(mesh, x.shape, *names)
+    sharding = meshes.activation_sharding(mesh, x.shape, *names)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
   return jax.tree.map(laid_out, x)
@@ -194,9 +194,9 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
     with jax.set_mesh(run.mesh):
       program = device.make_device_program(**options)
       prompts_of_step = _device_prompts(run)
-      return policy_lib.lower(program, state, prompts_of_step, run.ref_params)
+      return policies.lower(program, state, prompts_of_step, run.ref_params)
   step_programs = host.make_programs(**options)
-  sampling = mesh_lib.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
+  sampling = meshes.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
   key = jax.eval_shape(lambda: seed_key(0))
   sample = step_programs.sample
   with jax.set_mesh(sampling):
@@ -210,7 +210,7 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
         sample = sampling_lib.with_result_shardings(
           sample, sampling, *arguments
         )
-      return policy_lib.lower(sample, *arguments)
+      return policies.lower(sample, *arguments)
     whole = _prompts(run, sampling)
     samples = jax.eval_shape(sample, state.params, whole, key)
   shape = run.prompts, run.group_size
@@ -225,13 +225,13 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   options |= {"ref_params": run.ref_params, "values": values}
   with jax.set_mesh(run.mesh):
     if name == "reference":
-      return policy_lib.lower(step_programs.make_batch, *arguments, **options)
+      return policies.lower(step_programs.make_batch, *arguments, **options)
     batch, _ = jax.eval_shape(step_programs.make_batch, *arguments, **options)
     batch = _as_rows(batch, run.mesh)
     ref_params = run.ref_params if settings.loss.has_exact_kl else None
-    return policy_lib.lower(step_programs.update, state, batch, ref_params)
+    return policies.lower(step_programs.update, state, batch, ref_params)
 
 
 def _as_rows(tree: Any, mesh: Mesh) -> Any:
   """Returns the shapes of a rollout or a batch, laid out over a mesh."""
-  return mesh_lib.map_rows(lambda x, *names: _rows(x, mesh, *names), tree)
+  return meshes.map_rows(lambda x, *names: _rows(x, mesh, *names), tree)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from grpojax.aot import chips, cost, hlo, programs, roofline, topology
 from grpojax.aot.chips import Chip
 from grpojax.aot.topology import Machine
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.models.config import parameter_shapes
 from grpojax.models.sharding import shard_bytes
 
@@ -115,13 +115,13 @@ def part_flops(run: programs.Run) -> dict[str, float]:
 
 def _cache_bytes(run: programs.Run) -> int:
   """Returns the bytes of the decode cache per device."""
-  mesh = mesh_lib.sampling_mesh(run.mesh, run.settings.mesh.sampling_tensor)
+  mesh = meshes.sampling_mesh(run.mesh, run.settings.mesh.sampling_tensor)
   model = run.model
   sampling = run.settings.sampling
   prompts = run.prompts // sampling.parts
   tokens = sampling.max_new_tokens
   shape = prompts, run.group_size, model.kv_heads, tokens, model.head_dim
-  sharding = mesh_lib.activation_sharding(
+  sharding = meshes.activation_sharding(
     mesh, shape, "batch", "group", "kv_heads"
   )
   size = jnp.dtype(run.settings.model.dtype).itemsize

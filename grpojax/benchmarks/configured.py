@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from grpojax.aot import chips, programs
 from grpojax.aot.report import part_flops, table
 from grpojax.benchmarks import clock, subject, workloads
-from grpojax.core import mesh as mesh_lib
-from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli import config as config_lib
+from grpojax.core import meshes
+from grpojax.runtime.cli import command_line, configs
 from grpojax.training.config import to_config
 from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches as batches_lib
@@ -109,8 +108,8 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   stats = [device.memory_stats() or {} for device in run.mesh.local_devices]
   memory = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
   return {
-    "config": config_lib.flatten(to_config(run.settings)),
-    "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES},
+    "config": configs.flatten(to_config(run.settings)),
+    "mesh": {axis: run.mesh.shape[axis] for axis in meshes.AXES},
     "machine": {
       "kind": kind,
       "count": run.mesh.size,

@@ -15,8 +15,7 @@ import jax
 
 from grpojax.benchmarks import clock, configured, subject, workloads
 from grpojax.runtime import checkpoint
-from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import command_line, configs
 from grpojax.runtime.files import records
 from grpojax.training.config import to_config
 from grpojax.training.report import reporting
@@ -104,9 +103,9 @@ def report(
   def spread(value: Callable[[clock.Step], float]) -> dict[str, float]:
     return clock.spread(map(value, counted))
 
-  default = config_lib.flatten(workloads.config_of(name))
+  default = configs.flatten(workloads.config_of(name))
   default |= {"model.path": settings.model.path, "steps": settings.steps}
-  flat = config_lib.flatten(to_config(settings))
+  flat = configs.flatten(to_config(settings))
   changes = [f"{k}={x}" for k, x in flat.items() if x != default.get(k)]
   planned = None
   if name != workloads.ARITHMETIC:

@@ -16,16 +16,15 @@ from jaxtyping import Array, Int, PyTree
 
 from grpojax.aot import programs
 from grpojax.benchmarks import workloads
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.random_keys import seed_key
 from grpojax.core.types import LM, Params, Prompts, TrainState
 from grpojax.models import lora
-from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.runtime.text import tokenization
 from grpojax.training.optimizer import optimizer
-from grpojax.training.policy import Policy
+from grpojax.training.policies import Policy
 from grpojax.training.run import setup
-from grpojax.training.step import device, host, reference
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import device, host, reference, scoring
 
 Rows = Iterator[dict[str, Any]]
 
@@ -48,7 +47,7 @@ def word_tokenizer(vocab_size: int) -> Any:
   model = tokenizers.models.WordLevel(vocab, unk_token="<pad>")
   backend = tokenizers.Tokenizer(model)
   backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-  return tokenizer_lib.import_transformers().PreTrainedTokenizerFast(
+  return tokenization.import_transformers().PreTrainedTokenizerFast(
     tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
   )
 
@@ -153,13 +152,13 @@ def steps(
         settings,
         subject.policy,
         **options,
-        reward_pool=stack.enter_context(rewards_lib.open_reward_pool(settings)),
+        reward_pool=stack.enter_context(scoring.open_reward_pool(settings)),
         check_signals=lambda together=False: None,
         budgets=budgets,
       )
     stack.enter_context(jax.set_mesh(run.mesh))
     for prompts in batches:
-      prompts = mesh_lib.place(prompts, run.mesh, "batch")
+      prompts = meshes.place(prompts, run.mesh, "batch")
       result = step(state, prompts, examples)
       state = result.state
       yield result.metrics

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Real
 
-from grpojax.core import losses
+from grpojax.core import losses, turns
 from grpojax.core import packing as packing_lib
-from grpojax.core import turns as turns_lib
 from grpojax.core.advantages.weighted_baselines import sample_weights
 from grpojax.core.arguments import check_read_prompts, read_rewards
 from grpojax.core.binding import bind
@@ -17,7 +16,7 @@ from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.group_axis import present
 from grpojax.core.logprobs import TokenLogprobs
 from grpojax.core.losses.truncation import TRUNCATED
-from grpojax.core.mesh import constrain
+from grpojax.core.meshes import constrain
 from grpojax.core.objective import Objective, advantage_fn
 from grpojax.core.packing import Packing, packed_logprobs
 from grpojax.core.types import LM, Batch, Params, Prompts, Rollout
@@ -67,7 +66,7 @@ def make_batch(
     ValueError: a penalty without `ref_params`, old log-probabilities without
       `policy_params`, or invalid arrays (`core.arguments`).
   """
-  turns_lib.check_credit(credit, objective, rollout.turns is not None)
+  turns.check_credit(credit, objective, rollout.turns is not None)
   if objective.router_replay:
     _check_experts(lm, rollout)
   else:
@@ -179,7 +178,7 @@ def _advantages(
     advantages = bind(advantage, **weights)(totals)
   else:
     rewards = jnp.where(present(totals)[..., None], rewards, jnp.nan)
-    advantages = turns_lib.turn_advantages(rewards, rollout, credit)
+    advantages = turns.turn_advantages(rewards, rollout, credit)
   if objective.advantage_clip:
     bound = objective.advantage_clip
     advantages = jnp.clip(advantages, -bound, bound)

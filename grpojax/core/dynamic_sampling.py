@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.types import OF_PROMPTS, Rollout
 
 
@@ -85,4 +85,4 @@ def replace_groups(
 
   batch, drawn = pad_prompts(batch, longest), pad_prompts(drawn, longest)
   whole = jax.tree.map(chosen, batch, drawn)
-  return mesh_lib.map_rows(mesh_lib.constrain, whole)
+  return meshes.map_rows(meshes.constrain, whole)

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from grpojax.core import packing as packing_lib
+from grpojax.core import packing
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import Reference, TokenLogprobs
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import load_balancing, rollout_mismatch
 from grpojax.core.losses.rollout_correction import make_correction
-from grpojax.core.mesh import constrain, map_rows
+from grpojax.core.meshes import constrain, map_rows
 from grpojax.core.objective import Objective, loss_fn
 from grpojax.core.packing.packed_logprobs import completion_logprobs
 from grpojax.core.types import LM, OF_PROMPTS, Batch, Params
@@ -132,7 +132,7 @@ def split_minibatch(
   # Prompts [B, ...] and samples [B, G, ...] are split differently.
   samples = {f: x for f, x in vars(batch).items() if f != "packing"}
   prompts = {f: samples.pop(f) for f in OF_PROMPTS}
-  prompts, (samples, weights), in_rows, rows = packing_lib.split(
+  prompts, (samples, weights), in_rows, rows = packing.split(
     prompts, (samples, weights), batch.packing, count
   )
   if in_rows is not None:  # packed: keep samples in these rows

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.arguments import check_read_prompts
 from grpojax.core.decoding.sampling import Sampling, transform_logits
-from grpojax.core.mesh import constrain, sample_cuts
+from grpojax.core.meshes import constrain, sample_cuts
 from grpojax.core.packing import flat_tokens
 from grpojax.core.packing.flat_tokens import FlatTokens
 from grpojax.core.types import LM, ForwardOutput, Params

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.types import Params, Prompts, Rollout
 
 TOKENS = 32
@@ -92,7 +92,7 @@ def play(
   rewards = np.zeros((b, g, max_turns), np.float32)
   begins = np.zeros((b, g), np.int32)
   sizes = cache_sizes(most)
-  limit = mesh_lib.fetch(rows.limit)
+  limit = meshes.fetch(rows.limit)
 
   def slots(length, tokens):
     while sizes[0] < min(int(length.max()) + tokens, sizes[-1]):
@@ -107,7 +107,7 @@ def play(
     small = (samples.ids, samples.length, rows.waiting, rows.turn, samples.done)
     yield small
     wait(small)
-    ids, length, waiting, turn, done = mesh_lib.fetch(small)
+    ids, length, waiting, turn, done = meshes.fetch(small)
     if (done | over).all():
       places = np.argwhere(~finished & (length > 0)).tolist()
       if end is not None:

@@ -113,7 +113,7 @@ _LONGEST = 2**17
 def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
   """Returns JSON schemas for chat templates; ValueError if impossible."""
   # Imported here because it takes a second, and workers do not need it.
-  from grpojax.runtime.text.tokenizer import import_transformers
+  from grpojax.runtime.text.tokenization import import_transformers
 
   get_json_schema = import_transformers().utils.get_json_schema
 

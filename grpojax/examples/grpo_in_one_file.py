@@ -30,9 +30,9 @@ import optax
 import grpojax
 from grpojax.data import arithmetic
 from grpojax.rewards.exact import exact_answer
-from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.training import policy as policy_lib
-from grpojax.training.policy import Policy
+from grpojax.runtime.text import tokenization
+from grpojax.training import policies
+from grpojax.training.policies import Policy
 
 MODEL = "arithmetic-careless"
 BATCH_SIZE = 16  # B, prompts per step
@@ -50,7 +50,7 @@ def make_prompts(
   mask = np.zeros(ids.shape, bool)
   for row, example in enumerate(examples):
     text = f"Q: {example['prompt']}\nA: "
-    tokens = tokenizer_lib.encode_text(policy.tokenizer, text)
+    tokens = tokenization.encode_text(policy.tokenizer, text)
     ids[row, : len(tokens)] = tokens
     mask[row, : len(tokens)] = True
   return grpojax.Prompts(ids, mask)
@@ -62,7 +62,7 @@ def compute_rewards(
   examples: Sequence[dict[str, str]],
 ) -> np.ndarray:
   """Returns rewards [B, G]: 1 for a right final answer, else 0."""
-  groups = zip(policy_lib.decode(policy, samples), examples, strict=True)
+  groups = zip(policies.decode(policy, samples), examples, strict=True)
   rewards = [
     [exact_answer("", x, example) for x in texts] for texts, example in groups
   ]
@@ -117,7 +117,7 @@ def make_learn(
 
 def main(steps: int = 40) -> None:
   """Trains for `steps` steps and prints the share of right answers."""
-  policy = policy_lib.load_policy(MODEL)
+  policy = policies.load_policy(MODEL)
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
   sample = make_sample(policy)
   learn = make_learn(policy.lm, tx)

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from grpojax.core.losses.load_balancing import ExpertLoad
-from grpojax.core.mesh import constrain, free_axes
+from grpojax.core.meshes import constrain, free_axes
 from grpojax.models import cache, quantization
 from grpojax.models.attention import Visibility, rms_norm, two_part_attention
 from grpojax.models.block_attention import RowAttention

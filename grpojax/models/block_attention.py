@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grpojax.core.decoding.sampling import NEGATIVE
-from grpojax.core.mesh import constrain
+from grpojax.core.meshes import constrain
 from grpojax.models.attention import Visibility, rounded, soft_cap
 from grpojax.models.cache import (
   PROMPT_AXES,

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from grpojax.core.mesh import (
+from grpojax.core.meshes import (
   activation_spec,
   constrain,
   free_axes,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, DTypeLike, Float
 
-from grpojax.core.mesh import ROWS, free_axes, sample_cuts
+from grpojax.core.meshes import ROWS, free_axes, sample_cuts
 
 
 def _has_explicit_axes() -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from grpojax.core.mesh import activation_spec, runs_kernels
+from grpojax.core.meshes import activation_spec, runs_kernels
 from grpojax.models import flash_kernels, sharding
 from grpojax.models.attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues, pad

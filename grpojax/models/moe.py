@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from grpojax.core.losses.load_balancing import ExpertLoad
-from grpojax.core.mesh import activation_spec
+from grpojax.core.meshes import activation_spec
 from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from grpojax.core.losses.load_balancing import ExpertLoad
-from grpojax.core.mesh import constrain, sample_cuts
+from grpojax.core.meshes import constrain, sample_cuts
 from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
 from grpojax.core.types import ExtendOutput, ForwardOutput, Params, Prefix
-from grpojax.models import block as block_lib
+from grpojax.models import block, layer_stacks, moe
 from grpojax.models import cache as cache_lib
-from grpojax.models import layer_stacks, moe
 from grpojax.models.attention import rms_norm
 from grpojax.models.block import Heads, Layer, Local, Routing, TokenContext
 from grpojax.models.block_attention import WHOLE, RowAttention
@@ -167,7 +166,7 @@ def _flat_block(
   prompt_context, row_context = context.parts
   flat = context.flat
   attend = functools.partial(
-    block_lib.attend, config, local, slots=None, row_attention=row_attention
+    block.attend, config, local, slots=None, row_attention=row_attention
   )
 
   def padded(heads, places, part):
@@ -184,8 +183,8 @@ def _flat_block(
     out, _ = attend(row_context, prompt=prompt, heads=rows)
     return _join_flat(prompt_out, out, flat), None
 
-  table = block_lib.rotary_table(local, context.tables)
-  x, _, routed = block_lib.layer_of(
+  table = block.rotary_table(local, context.tables)
+  x, _, routed = block.layer_of(
     config, x, layer, table, context.routing, attention
   )
   return x, routed.load
@@ -240,7 +239,7 @@ class Passes:
     def body(x, local, layer):
       # A prompt is a group of one: the layers see tokens [B, 1, P, D].
       args = x, layer, local, context, None, None
-      x, row, routed = self._run(block_lib.block, *args)
+      x, row, routed = self._run(block.block, *args)
       return x, (cache_lib.of_prompt(row), routed.experts if record else None)
 
     x = self._embed(params, prompt_ids[:, None])
@@ -287,7 +286,7 @@ class Passes:
     context = _row_context(config, *rows, self.row_attention)
 
     def body(x, local, layer, prompt):
-      x, *_ = self._run(block_lib.block, x, layer, local, context, prompt, None)
+      x, *_ = self._run(block.block, x, layer, local, context, prompt, None)
       return x, None
 
     x, _ = layer_stacks.scan(config, body, x, params, keys_values)
@@ -297,7 +296,7 @@ class Passes:
     """Runs the next tokens, and writes them to the cache after all layers."""
 
     def body(x, local, layer, prompt, slots):
-      x, row, routed = block_lib.block(
+      x, row, routed = block.block(
         self.config, x, layer, local, context, prompt, slots, None
       )
       return x, (row, routed.experts if record else None)
@@ -352,7 +351,7 @@ class Passes:
     # Embed the tokens: as two arrays, or joined into flat tokens.
     if flat is None:
       x = self._embed_both(params, prompt_ids, ids)
-      layer_of = block_lib.block_of_both
+      layer_of = block.block_of_both
       context = (prompts, rows)
     else:
       x = self._embed(params, _join_flat(prompt_ids[:, None], ids, flat))

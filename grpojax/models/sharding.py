@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from grpojax.core import mesh as mesh_lib
-from grpojax.core.mesh import AXES, divide, free_axes
+from grpojax.core import meshes
+from grpojax.core.meshes import AXES, divide, free_axes
 
 _FSDP = ("fsdp", "expert")  # axes to gather along, except for experts
 RULES = (
@@ -258,7 +258,7 @@ def all_but_gathered(primitive, *_, **__) -> bool:
 
 def _row_axes() -> dict[str, int]:
   free = free_axes(jax.sharding.get_abstract_mesh())
-  return {axis: free[axis] for axis in mesh_lib.ROWS if axis in free}
+  return {axis: free[axis] for axis in meshes.ROWS if axis in free}
 
 
 def copy_for_rows(x: Array) -> Array:
@@ -301,7 +301,7 @@ def row_shards(prompts: int, group_size: int) -> RowShards | None:
   """Returns the layout of [B, G, ...]; None if an axis divides neither."""
   axes = _row_axes()
   size = prompts, group_size
-  rules = (mesh_lib.ACTIVATIONS["batch"], mesh_lib.ACTIVATIONS["group"])
+  rules = (meshes.ACTIVATIONS["batch"], meshes.ACTIVATIONS["group"])
   shape = []
   index = {}
   # Each mesh axis that splits B or G becomes an axis before the quotient.

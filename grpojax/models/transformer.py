@@ -14,16 +14,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from grpojax.core.decoding.sampling import NEGATIVE, Parts
-from grpojax.core.mesh import activation_spec
+from grpojax.core.meshes import activation_spec
 from grpojax.core.types import LM, Params
 from grpojax.models import (
   block_attention,
+  cache,
   layer_stacks,
   passes,
   quantization,
   sharding,
 )
-from grpojax.models import cache as cache_lib
 from grpojax.models.attention import soft_cap
 from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
@@ -173,7 +173,7 @@ def _lm(
     extend=model.extend,
     unembed=lambda params, hidden: _unembed(config, params, hidden, dtype),
     init_cache=functools.partial(
-      cache_lib.create,
+      cache.create,
       layers=stacks,
       kv_heads=config.kv_heads,
       head_dim=config.head_dim,
@@ -181,9 +181,9 @@ def _lm(
       in_8_bits=in_8_bits,
       platform=platform,
     ),
-    grow_cache=cache_lib.grow,
-    map_cache_rows=cache_lib.map_rows,
-    align_cache_rows=cache_lib.align,
+    grow_cache=cache.grow,
+    map_cache_rows=cache.map_rows,
+    align_cache_rows=cache.align,
     map_prefix_rows=passes.map_prefix_rows,
     forward=model.forward if model.remat else None,
     has_experts=bool(config.experts),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.types import LM, Params
 from grpojax.models import huggingface as hf
 
@@ -79,10 +79,10 @@ def make_reward_model(
     pending = []
     for indices, *arrays in _batches(rows, lengths, batch_size):
       if sharding is not None:
-        arrays = [mesh_lib.put(x, sharding) for x in arrays]
+        arrays = [meshes.put(x, sharding) for x in arrays]
       pending.append((indices, run(params, *map(jnp.asarray, arrays))))
     for indices, values in pending:  # after dispatching all batches
-      result[indices] = mesh_lib.fetch(values)[: len(indices)]
+      result[indices] = meshes.fetch(values)[: len(indices)]
     return result
 
   return reward_model

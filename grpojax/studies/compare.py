@@ -33,13 +33,13 @@ from ml_collections import ConfigDict
 
 from grpojax.core.options import ONE_OR_MORE
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli.config import flatten
+from grpojax.runtime.cli.configs import flatten
 from grpojax.runtime.cli.settings import changed, setting
 from grpojax.studies import run as study
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config, to_config
 from grpojax.training.run import start
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import TrainSettings
 
@@ -157,7 +157,7 @@ def _unreadable(config: ConfigDict) -> list[str]:
 
 def _budget(run: TrainSettings) -> tuple[tuple[int, int], set[float]]:
   """Returns completions and held-out problems; evaluations by part of a run."""
-  samples = run.steps * batches_lib.samples_per_step(run)
+  samples = run.steps * batches.samples_per_step(run)
   evaluations = range(run.eval.every, run.steps, run.eval.every)
   return (samples, run.eval.num_prompts), {x / run.steps for x in evaluations}
 

@@ -33,21 +33,21 @@ from ml_collections import ConfigDict
 
 from grpojax.core.options import ONE_OR_MORE
 from grpojax.core.random_keys import seed_key
-from grpojax.runtime.cli.config import below
+from grpojax.runtime.cli.configs import below
 from grpojax.runtime.cli.settings import changed, section, setting
 from grpojax.runtime.files import records
 from grpojax.statistics import diagnostics
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits
 from grpojax.training.run import setup
 from grpojax.training.settings.run import AUTO, TrainSettings
-from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step import scoring
 
 FLAGS = study.FLAGS
 SETTINGS = study.settings(
@@ -157,7 +157,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   policy = setup.with_weights(settings, setup.open_policy(settings))
   sampling = settings.sampling.distribution
   sampler = sampling_lib.make_sampler(settings, policy, p.group_size, sampling)
-  project = policy_lib.jit(
+  project = policies.jit(
     policy,
     functools.partial(
       diagnostics.score_projections,
@@ -176,13 +176,13 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   )
   projections = []
   rewards = []
-  with rewards_lib.open_reward_pool(settings) as reward_pool:
+  with scoring.open_reward_pool(settings) as reward_pool:
     for i in range(p.prompts // p.batch):
       prompts, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
       sampled = sampler(policy.params, jax.device_put(prompts), examples, key)
       scored = policy, reward_pool, examples, sampled
-      rewards.append(rewards_lib.compute_rewards(*scored)[1].rewards)
+      rewards.append(scoring.compute_rewards(*scored)[1].rewards)
       # The same directions for all prompts, so that their products compare.
       projected = project(policy.params, sampled.rollout, tangents_key)
       projections.append(np.asarray(projected))

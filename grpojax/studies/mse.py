@@ -35,7 +35,7 @@ from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run, samples
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 
 _TITLES = {
   "base": "plain text",
@@ -100,7 +100,7 @@ def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
       yield key, f"there are {most} such questions"
   for name in ("base", "instruct"):
     try:
-      policy_lib.find_model(config[name])
+      policies.find_model(config[name])
     except ValueError as error:
       yield name, f"{error}"
 

@@ -21,8 +21,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.options import Option
 from grpojax.runtime import compilation
-from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import command_line, configs
 from grpojax.runtime.cli import settings as settings_lib
 from grpojax.runtime.cli.settings import Section, section, setting
 from grpojax.runtime.files import disk, records
@@ -116,16 +115,16 @@ def open_study(
   """Reads a study's command line and opens its directory; see `execute`."""
   with command_line.usage_errors():
     config, flags = command_line.parse(argv, FLAGS, declared, about)
-    flat = config_lib.flatten(config)
+    flat = configs.flatten(config)
 
     def error(x):
       if isinstance(x, str):
         return x
-      return config_lib.config_error(x[0], flat[x[0]], x[1])
+      return configs.config_error(x[0], flat[x[0]], x[1])
 
-    config_lib.refuse(
+    configs.refuse(
       settings_lib.key_errors(declared, config)
-      or config_lib.name_errors(config.name)
+      or configs.name_errors(config.name)
       or settings_lib.value_errors(declared, flat)
       or [*map(error, config_errors(config))]
     )
@@ -142,10 +141,10 @@ def _open(directory: pathlib.Path, config: ConfigDict) -> None:
   path = directory / "config.json"
   if path.exists():
     try:
-      saved = config_lib.from_json(path.read_text())
+      saved = configs.from_json(path.read_text())
     except (OSError, ValueError) as error:
       raise ValueError(f"{path} is no study's config: {error}") from error
-    if changed := config_lib.difference(saved, config):
+    if changed := configs.difference(saved, config):
       raise ValueError(
         f"{directory} holds results of another config (its value -> yours):\n  "
         + "\n  ".join(changed)
@@ -157,7 +156,7 @@ def _open(directory: pathlib.Path, config: ConfigDict) -> None:
     )
   else:
     directory.mkdir(parents=True, exist_ok=True)
-    records.write_text(path, config_lib.to_json(config))
+    records.write_text(path, configs.to_json(config))
 
 
 def time_left(began: float, done: int, count: int) -> str:

@@ -20,9 +20,9 @@ from grpojax.data.pipeline import Subset
 from grpojax.rewards.exact import exact_answer
 from grpojax.rewards.math import given_answer
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.text.tokenizer import encode_prompt
+from grpojax.runtime.text.tokenization import encode_prompt
 from grpojax.studies import errors
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.config import default_config, from_config
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits
@@ -89,7 +89,7 @@ PROBLEMS = {
 class Bench(NamedTuple):
   """Model, prompts and compiled functions of a configuration."""
 
-  policy: policy_lib.Policy
+  policy: policies.Policy
   batches: list  # a prompt each, with its example
   sampler: Any  # of a pool, from `step.sampling.make_sampler`
   score: Any  # from `errors.make_score` or `errors.make_projected_score`
@@ -102,7 +102,7 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   path = config.instruct if name == "instruct" else config.base
   problems = PROBLEMS[config.problems]
   with command_line.usage_errors():
-    policy = policy_lib.load_policy(path)
+    policy = policies.load_policy(path)
   train = default_config()
   train.seed = config.seed
   train.eval.num_prompts = config.num_prompts
@@ -158,7 +158,7 @@ def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
   params = bench.policy.params
   score = bench.score
   pools = [bench.sampler(params, prompts, (), key).rollout for key in keys]
-  decoded = [policy_lib.decode(bench.policy, pool) for pool in pools]
+  decoded = [policies.decode(bench.policy, pool) for pool in pools]
   texts = [text for (group,) in decoded for text in group]
   rewards = [bench.reward("", text, example) for text in texts]
   ids = np.concatenate([pool.completion_ids[0] for pool in pools])

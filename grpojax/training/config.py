@@ -13,8 +13,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.options import Option
 from grpojax.models import huggingface as hf
-from grpojax.runtime.cli import command_line, config_file
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import command_line, config_file, configs
 from grpojax.runtime.cli import settings as settings_lib
 from grpojax.runtime.cli.settings import Section
 from grpojax.training.settings import conflicts
@@ -92,7 +91,7 @@ def from_config(config: ConfigDict) -> TrainSettings:
 
   The ValueError lists every error with setting, value and remedy.
   """
-  config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
+  configs.refuse(settings_lib.key_errors(SETTINGS, config))
   tree = config.to_dict()
   errors = []
   for name, (section, key) in _TOP_FIELDS.items():
@@ -104,8 +103,8 @@ def from_config(config: ConfigDict) -> TrainSettings:
       field, text = line.split(" = ", 1)
       errors.append(f"--config.{_TOP_OF_FIELD.get(field, field)} = {text}")
   else:
-    errors = conflicts.errors(settings, config_lib.flatten(config))
-  config_lib.refuse(errors)
+    errors = conflicts.errors(settings, configs.flatten(config))
+  configs.refuse(errors)
   return settings
 
 

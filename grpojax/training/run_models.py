@@ -14,7 +14,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models import lora
 from grpojax.runtime import checkpoint
 from grpojax.runtime.files import disk, gguf_directory, hub
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.config import from_config
 from grpojax.training.evaluation import best as best_lib
 from grpojax.training.run import (
@@ -46,7 +46,7 @@ def read_config(model: str) -> ConfigDict:
 
 def load(
   name: str, model: ModelSettings = _DEFAULTS, best: bool = False
-) -> tuple[policy_lib.Policy, Params]:
+) -> tuple[policies.Policy, Params]:
   """Loads a policy and its parameters from a model or a run.
 
   `name` is as for `policy.find_model`, or a run with checkpoints: the newest
@@ -58,8 +58,8 @@ def load(
     if best:
       raise ValueError(f"--best: {name} is not a run with checkpoints")
     keys = model.ignore_keys
-    policy = policy_lib.open_policy(name, model.dtype, ignore_keys=keys)
-    policy = policy_lib.with_weights(policy)
+    policy = policies.open_policy(name, model.dtype, ignore_keys=keys)
+    policy = policies.with_weights(policy)
     return policy, policy.params
   settings = from_config(run_directory.read_config(path))
   policy = setup.open_policy(settings)
@@ -114,7 +114,7 @@ def load_params(
 
 
 def _read_params(run, settings: TrainSettings, step, device):
-  model = policy_lib.find_model(hub_pins.model(settings), hub.CONFIG)
+  model = policies.find_model(hub_pins.model(settings), hub.CONFIG)
   hf_config = hf.read_config(model, settings.model.ignore_keys)
   params = hf.abstract_params(hf_config)
   if settings.lora.rank:
@@ -160,7 +160,7 @@ def _base(settings: TrainSettings) -> tuple[str, str | None]:
     return path, None  # its path in the cache differs between machines
   name = None if hf.exists(path) else hub.parse(path)
   if name is None:
-    return str(policy_lib.find_model(path).absolute()), None
+    return str(policies.find_model(path).absolute()), None
   return name.id, hub.parse(hub_pins.model(settings)).revision
 
 
@@ -211,7 +211,7 @@ def export(
   step, params = load_params(path, settings, step, host_device(), best)
   alpha = settings.lora.alpha
   needed = hub.WHOLE if rank and not adapter else hub.TEXTS
-  source = policy_lib.find_model(hub_pins.model(settings), needed)
+  source = policies.find_model(hub_pins.model(settings), needed)
   if adapter:
     hf_config = hf.read_config(source, keys)
     lora.save_peft(out, params, hf_config, alpha, *_base(settings), dtype)

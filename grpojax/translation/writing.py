@@ -8,8 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime.cli import config as config_lib
-from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli import configs, settings
 from grpojax.training.config import SETTINGS, default_config
 from grpojax.translation.rules import Note, Setting, Translation
 
@@ -43,15 +42,15 @@ def _settled(
 
   Defaults are omitted unless the file sets them. ValueError as in `_typed`.
   """
-  known = config_lib.flatten(default_config())
-  free = settings_lib.free_sections(SETTINGS)
+  known = configs.flatten(default_config())
+  free = settings.free_sections(SETTINGS)
   by_name = {
     setting.name: setting._replace(
       value=_typed(setting, known.get(setting.name))
     )
     for setting in translation.settings
   }
-  paths = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
+  paths = [path for path, _ in settings.flat_settings(SETTINGS)]
   rank = {path: i for i, path in enumerate(paths)}
   fixed = {}
   nested = {}
@@ -60,7 +59,7 @@ def _settled(
     is_set = setting.theirs and "(default)" not in setting.theirs
     if setting.value == known.get(name) and not is_set:
       continue
-    section = next((s for s in free if settings_lib.is_free(name, [s])), None)
+    section = next((s for s in free if settings.is_free(name, [s])), None)
     if section is None:
       fixed[name] = setting
       continue

@@ -16,7 +16,7 @@ from jax import ShapeDtypeStruct
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.rollout import rollout
@@ -50,7 +50,7 @@ def placed(tree, shardings):
 
 
 def rows(mesh, shape, dtype):
-  spec = mesh_lib.activation_spec(mesh, shape, ("batch", "group"))
+  spec = meshes.activation_spec(mesh, shape, ("batch", "group"))
   return ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
@@ -76,7 +76,7 @@ def update(lm, mesh, params):
 
 def sample(lm, mesh, params, tensor=0, sampling=Sampling()):
   shardings = sharding.shardings(params, mesh)
-  mesh = mesh_lib.sampling_mesh(mesh, tensor)
+  mesh = meshes.sampling_mesh(mesh, tensor)
   run = functools.partial(
     rollout,
     lm,
@@ -94,7 +94,7 @@ def sample(lm, mesh, params, tensor=0, sampling=Sampling()):
 
 def lowered(name, devices, layers):
   kind, axes, *tensor = PROGRAMS[name]
-  mesh = mesh_lib.make_mesh(devices=devices, **{"data": 1} | axes)
+  mesh = meshes.make_mesh(devices=devices, **{"data": 1} | axes)
   tied = kind == "update"
   config = TransformerConfig(**SIZES, layers=layers, tied=tied)
   lm = transformer(config, dtype=jnp.bfloat16, remat="full", platform="tpu")

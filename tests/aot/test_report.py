@@ -11,7 +11,7 @@ from jax.stages import Lowered
 from grpojax.aot import programs, report, topology
 from grpojax.aot.chips import CHIPS
 from grpojax.aot.report import Part
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.objective import Objective
 from grpojax.training.config import default_config, from_config
 from grpojax.training.settings.run import TrainSettings
@@ -32,7 +32,7 @@ def open_run(**changes):
   flat = {"batch_size": B, "group_size": G, "sampling.max_new_tokens": T}
   flat |= {"data.max_prompt_length": P, "reward.workers": 1}
   config.update_from_flattened_dict(flat | changes)
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  mesh = meshes.make_mesh(devices=jax.devices()[:1])
   return programs.open_run(from_config(config), mesh)
 
 
@@ -159,7 +159,7 @@ def test_eos_ids_and_invalid_models(tmp_path):
     assert policy.eos_ids == ids, eos
   settings = TrainSettings(loss=Objective(router_aux_coef=0.1))
   with pytest.raises(ValueError, match=r"loss.router_aux_coef = 0.1: .* use 0"):
-    programs.open_run(settings, mesh_lib.make_mesh())
+    programs.open_run(settings, meshes.make_mesh())
   file = tmp_path / "a.json"
   file.write_text('{"model_type": ["qwen2"]}')
   with pytest.raises(ValueError, match="is not supported"):

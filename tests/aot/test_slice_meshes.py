@@ -13,7 +13,7 @@ import processes
 import pytest
 
 from grpojax.aot import cost, hlo, topology
-from grpojax.core.mesh import (
+from grpojax.core.meshes import (
   AXES,
   activation_sharding,
   constrain,

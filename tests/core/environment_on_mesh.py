@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from grpojax.core.decoding import chunks
-from grpojax.core.mesh import make_mesh, place
+from grpojax.core.meshes import make_mesh, place
 from grpojax.core.rollout import rollout
 from grpojax.environments import higher_lower as game
 from grpojax.models.config import TransformerConfig

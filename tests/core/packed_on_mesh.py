@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpojax.core import mesh, packing
+from grpojax.core import meshes, packing
 from grpojax.core.batch import make_batch
 from grpojax.core.objective import Objective
 from grpojax.core.packing import layout as packing_layout
@@ -58,14 +58,14 @@ def run(lm, params, drawn, rewards, layout, cuts, entropy):
     others = {"options": options, "ref_params": half, "packing": layout}
     batch = make_batch(lm, drawn, rewards, objective, **others)
     state = init_state(params, tx, jax.random.key(5))
-    state, metrics = update(state, mesh.map_rows(mesh.constrain, batch))
+    state, metrics = update(state, meshes.map_rows(meshes.constrain, batch))
     return state.params, metrics
 
   return jax.device_get(step(params, drawn, layout))
 
 
 def place(mesh_, tree):
-  return mesh.place(tree, mesh_, "batch")
+  return meshes.place(tree, mesh_, "batch")
 
 
 def collectives(text):
@@ -118,7 +118,7 @@ def main():
   )
   lengths, drawn = samples(rng)
   rewards = jnp.asarray(rng.normal(size=(B, G)))
-  mesh_ = mesh.make_mesh(data=2, fsdp=2, tensor=2)
+  mesh_ = meshes.make_mesh(data=2, fsdp=2, tensor=2)
   for minibatches, entropy in RUNS.items():
     cuts = dict(minibatches=minibatches, micro_batches=4)
     expected = run(lm, params, drawn, rewards, None, cuts, entropy)
@@ -134,7 +134,7 @@ def main():
     moved = jax.tree.map(lambda a, b: abs(a - b).max(), actual[0], params)
     assert max(jax.tree.leaves(moved)) > 1e-3
   for sizes in (dict(data=4, tensor=2), dict(data=8)):
-    mesh_ = mesh.make_mesh(**sizes)
+    mesh_ = meshes.make_mesh(**sizes)
     with jax.set_mesh(mesh_):
       layout = packing_layout.plan(lengths, T, np.full(B, P), P)
       check_forward(mesh_, lm, params, drawn, layout)

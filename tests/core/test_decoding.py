@@ -7,7 +7,7 @@ import pytest
 
 from grpojax.aot import hlo, trips
 from grpojax.core import decoding as decoding_lib
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.decoding import Compaction, Decoding
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
@@ -181,7 +181,7 @@ def test_the_batch_shrinks_to_unfinished_prompts(tabular, monkeypatch):
 )
 def test_prompts_stay_on_their_devices(sizes, shape, expected):
   mesh = jax.sharding.AbstractMesh(
-    sizes, mesh_lib.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4
+    sizes, meshes.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4
   )
   with jax.sharding.use_abstract_mesh(mesh):
     assert decoding_lib.find_compaction(shape, prompts=True) == expected

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 
 DIRECTORY = pathlib.Path(__file__).parent
 
@@ -50,7 +50,7 @@ def abstract_mesh(kind=AxisType.Auto, **axes):
 def trace(mesh):
   with use_abstract_mesh(mesh):
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
-    jax.eval_shape(lambda x: mesh_lib.constrain(x, "batch"), x)
+    jax.eval_shape(lambda x: meshes.constrain(x, "batch"), x)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,6 @@ def test_a_mesh_of_unknown_axes_warns_once(mesh, warned):
 def test_shardings_by_size(shape, spec):
   tree = {"w": jax.ShapeDtypeStruct(shape, jnp.float32), "none": None}
   mesh = abstract_mesh(data=1, fsdp=8)
-  assert mesh_lib.shardings(tree, mesh, min_size=4096)["w"].spec == spec
+  assert meshes.shardings(tree, mesh, min_size=4096)["w"].spec == spec
   with pytest.raises(ValueError, match="axes data, fsdp, and not 'model'"):
-    mesh_lib.shardings(tree, mesh, axis="model")
+    meshes.shardings(tree, mesh, axis="model")

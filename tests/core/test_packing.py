@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from grpojax.core import packing
 from grpojax.core.batch import make_batch
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.mesh import AXES
+from grpojax.core.meshes import AXES
 from grpojax.core.objective import Objective
 from grpojax.core.packing import flat_tokens, packed_logprobs
 from grpojax.core.packing import layout as packing_layout

@@ -15,7 +15,7 @@ from small_models import config_with, prompts_of, run_python, sample
 
 from grpojax.core.decoding.sampling import Sampling, sample_parts, uniform
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.mesh import make_mesh
+from grpojax.core.meshes import make_mesh
 from grpojax.core.types import Prompts
 from grpojax.models import cache as cache_lib
 from grpojax.models import decoding_kernels

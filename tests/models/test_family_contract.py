@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax.traverse_util import flatten_dict
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.models import huggingface as hf
 from grpojax.models import lora, sharding
 from grpojax.models.config import init, parameter_shapes
@@ -57,7 +57,7 @@ def test_a_family_fulfils_its_contract(kind, labels):
   assert len(names) == len(set(names))
 
   # A sharding rule: all except norms, output biases and score are split.
-  mesh = jax.sharding.AbstractMesh((1, 1, 1, 1), mesh_lib.AXES)
+  mesh = jax.sharding.AbstractMesh((1, 1, 1, 1), meshes.AXES)
   for path, shape in shapes.items():
     whole = path.endswith(("norm", "/o_bias", "/down_bias", "score"))
     assert any(sharding.spec_for(path, shape, mesh)) != whole, path

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from small_models import config_with, prompts_of, random_params
 
 from grpojax.core.logprobs import completion_hidden
-from grpojax.core.mesh import AXES
+from grpojax.core.meshes import AXES
 from grpojax.models import layer_stacks
 from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import Rope

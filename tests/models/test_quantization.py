@@ -18,7 +18,7 @@ from small_models import (
   sample,
 )
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
@@ -177,7 +177,7 @@ def main():
   lm = transformer(dataclasses.replace(config, tied=False))
   params = random_params(lm)
   alone = drawn(lm, params, INT8)
-  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+  mesh = meshes.make_mesh(data=2, fsdp=2, tensor=2)
   placed = jax.device_put(params, sharding.shardings(params, mesh))
   with jax.set_mesh(mesh):
     together = drawn(lm, placed, INT8)

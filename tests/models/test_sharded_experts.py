@@ -17,7 +17,7 @@ import pytest
 from small_models import assert_close, config_with, run_python
 
 from grpojax.core.losses.load_balancing import load_balancing_loss
-from grpojax.core.mesh import activation_spec, batch_sharding, make_mesh
+from grpojax.core.meshes import activation_spec, batch_sharding, make_mesh
 from grpojax.models import lora, sharding
 from grpojax.models.moe import LAYER, matrices_of, mixture
 from grpojax.models.transformer import transformer

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from small_models import config_with, run_python
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
 from grpojax.models import sharding
 from grpojax.models.transformer import transformer
@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from grpojax.aot import cost, hlo
 from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
 from grpojax.models.transformer import (TransformerConfig, transformer)
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.models import sharding
 from grpojax.models.attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues
@@ -34,15 +34,15 @@ from grpojax.models.kernel_attention import kernel_attention
 
 assert jax.device_count() == 4
 sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
-assert dict(mesh_lib.make_mesh().shape) == sizes
+assert dict(meshes.make_mesh().shape) == sizes
 for sizes, message in (((-1, 3), "of 3 devices, and there are 4"),
                        ((0, 1, 1), "use axes of at least 1")):
   with pytest.raises(ValueError, match=message):
-    mesh_lib.make_mesh(*sizes)
-mesh = mesh_lib.make_mesh(1, 2, 1, -1)
+    meshes.make_mesh(*sizes)
+mesh = meshes.make_mesh(1, 2, 1, -1)
 assert dict(mesh.shape) == dict(data=1, fsdp=2, expert=1, tensor=2)
-assert mesh_lib.batch_sharding(mesh, 8).shard_shape((8, 5)) == (4, 5)
-assert mesh_lib.batch_sharding(mesh, 3).spec == P(None)  # 3 is odd
+assert meshes.batch_sharding(mesh, 8).shard_shape((8, 5)) == (4, 5)
+assert meshes.batch_sharding(mesh, 3).spec == P(None)  # 3 is odd
 
 shape = dict(vocab_size=16, width=8, layers=2, heads=4, kv_heads=2, head_dim=4,
              mlp=16)
@@ -63,7 +63,7 @@ large = {"embed": jnp.ones((256, 192)),
                     "down": jnp.ones((3, 256, 128)),
                     "expert_up": jnp.ones((3, 4, 128, 256))}}
 for sizes in ((1, 2, 1, 2), (1, 2, 2, 1)):
-  mesh = mesh_lib.make_mesh(*sizes)
+  mesh = meshes.make_mesh(*sizes)
   args = sharding.placed((large, jax.eval_shape(tx.init, large), large), mesh)
   place = jax.tree.map(lambda x: x.sharding, args)
   program = jax.jit(tx.update, in_shardings=place, out_shardings=place[:2])
@@ -85,7 +85,7 @@ for sizes, b, g in (
     ((1, 2, 1, 2), 3, 2),  # groups and the vocabulary
     ((1, 4, 1, 1), 3, 2),  # rows cannot be split
 ):
-  mesh = mesh_lib.make_mesh(*sizes)
+  mesh = meshes.make_mesh(*sizes)
   for tied in (True, False):
     lm = transformer(TransformerConfig(**shape, tied=tied))
     params = jax.jit(lm.init)(jax.random.key(1))
@@ -93,7 +93,7 @@ for sizes, b, g in (
     alone = gradient(lm)(params, hidden)
     with jax.set_mesh(mesh):
       place = sharding.shardings(params, mesh)
-      rows = mesh_lib.activation_sharding(mesh, hidden.shape, "batch", "group")
+      rows = meshes.activation_sharding(mesh, hidden.shape, "batch", "group")
       args = jax.device_put((params, hidden), (place, rows))
       split = jax.jit(gradient(lm), out_shardings=(None, (place, rows)))(*args)
       parts = sharding.row_shards(b, g)
@@ -111,13 +111,13 @@ def total(x, q, keys, w):
   logits = float32_einsum("bkgrse,bkpe->bkgrsp", q, keys)
   return jnp.sum(matmul(x, w) ** 2) + jnp.sum(logits ** 2)
 
-mesh = mesh_lib.make_mesh(2, devices=jax.devices()[:2])
+mesh = meshes.make_mesh(2, devices=jax.devices()[:2])
 for b, g in ((2, 3), (3, 2)):  # prompts or samples are split
   shapes = (b, g, 5, 4), (b, 2, g, 2, 5, 4), (b, 2, 6, 4), (4, 6)
   args = [jax.random.normal(jax.random.key(i), x) for i, x in enumerate(shapes)]
   names = ("batch", "group"), ("batch", None, "group"), ("batch",), ()
   with jax.set_mesh(mesh):
-    place = tuple(mesh_lib.activation_sharding(mesh, x.shape, *n)
+    place = tuple(meshes.activation_sharding(mesh, x.shape, *n)
                   for x, n in zip(args, names))
     program = jax.jit(
       jax.grad(total, range(4)), in_shardings=place, out_shardings=place
@@ -147,7 +147,7 @@ for sizes, b, g, k, r in (
     return jnp.sum(jnp.sin(out) * jnp.arange(out.size).reshape(out.shape))
 
   alone = jax.jit(jax.grad(total, (0, 1, 2)))(q, row, prompt)
-  with jax.set_mesh(mesh_lib.make_mesh(*sizes)):
+  with jax.set_mesh(meshes.make_mesh(*sizes)):
     program = jax.jit(jax.grad(total, (0, 1, 2)))
     cut = program(q, row, prompt)
   jax.tree.map(
@@ -171,7 +171,7 @@ def test_row_shards_have_the_order_of_the_devices(monkeypatch):
 
 
 def test_specs_of_parameters_state_and_statistics():
-  mesh = jax.sharding.AbstractMesh((1, 2, 1, 2), mesh_lib.AXES)
+  mesh = jax.sharding.AbstractMesh((1, 2, 1, 2), meshes.AXES)
   params = {
     "embed": ((6, 4), P("tensor", "fsdp")),
     "head": ((4, 6), P("fsdp", "tensor")),
@@ -199,7 +199,7 @@ def test_specs_of_parameters_state_and_statistics():
 
 
 def test_a_matrix_without_a_rule_is_refused():
-  mesh = mesh_lib.make_mesh(devices=ONE)
+  mesh = meshes.make_mesh(devices=ONE)
   params = {"layers": {"q": jnp.ones((2, 4, 4)), "mixer": jnp.ones((2, 4, 4))}}
   with pytest.raises(ValueError, match="no sharding rule for unembed of"):
     sharding.spec_for("unembed", (4, 4), mesh)
@@ -213,7 +213,7 @@ def test_a_matrix_without_a_rule_is_refused():
 
 
 def test_optimizer_states_have_the_specs_of_their_parameters():
-  mesh = mesh_lib.make_mesh(devices=ONE)
+  mesh = meshes.make_mesh(devices=ONE)
   config = config_with(
     qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, post_norms=True
   )
@@ -247,8 +247,8 @@ def test_optimizer_states_have_the_specs_of_their_parameters():
 def test_activations_are_split_by_axes_that_divide_them():
   types = (AxisType.Auto,) * 4
   sizes = (2, 4, 1, 3)
-  mesh = jax.sharding.AbstractMesh(sizes, mesh_lib.AXES, axis_types=types)
-  spec = lambda shape, *names: mesh_lib.activation_spec(mesh, shape, names)
+  mesh = jax.sharding.AbstractMesh(sizes, meshes.AXES, axis_types=types)
+  spec = lambda shape, *names: meshes.activation_spec(mesh, shape, names)
   both = ("batch", "group", None)
   assert spec((8, 4, 7), *both) == P(("data", "fsdp"), None, None)
   assert spec((2, 4, 7), *both) == P(("data",), ("fsdp",), None)
@@ -265,15 +265,15 @@ def test_activations_are_split_by_axes_that_divide_them():
 
 def test_sampling_mesh_has_the_same_devices():
   devices = np.array([jax.devices()[0]] * 8).reshape(1, 4, 1, 2)
-  mesh = jax.sharding.Mesh(devices, mesh_lib.AXES)
+  mesh = jax.sharding.Mesh(devices, meshes.AXES)
   expected = {0: (1, 4, 1, 2), 4: (1, 2, 1, 4), 1: (1, 8, 1, 1)}
   for tensor, sizes in expected.items():
-    assert mesh_lib.sampling_mesh(mesh, tensor).axis_sizes == sizes
+    assert meshes.sampling_mesh(mesh, tensor).axis_sizes == sizes
   # Two axes still split rows: an axis of 64 does not divide 32.
   devices = np.array([jax.devices()[0]] * 64).reshape(2, 16, 1, 2)
-  mesh = mesh_lib.sampling_mesh(jax.sharding.Mesh(devices, mesh_lib.AXES), 1)
+  mesh = meshes.sampling_mesh(jax.sharding.Mesh(devices, meshes.AXES), 1)
   assert mesh.axis_sizes == (2, 32, 1, 1)
-  mesh_lib.check_rows(mesh, 32, rollout=32)
+  meshes.check_rows(mesh, 32, rollout=32)
 
 
 @pytest.mark.skipif(

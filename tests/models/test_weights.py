@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from small_models import run_python
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.models.huggingface import weights, weights_out
@@ -241,7 +241,7 @@ def test_nan_and_infinite_weights_are_refused(value, dtype, tmp_path):
   name = "model.layers.1.mlp.down_proj.weight"
   tensors[name][-1, -1] = value
   path = write_model(tmp_path / "model", tensors, shards=3)
-  mesh = mesh_lib.make_mesh(1, 1, 1, 1)
+  mesh = meshes.make_mesh(1, 1, 1, 1)
   places = functools.partial(sharding.shardings, mesh=mesh)
   for options in ((), (jnp.bfloat16, places)):
     with pytest.raises(ValueError, match=f"{name} has NaN or infinite values"):
@@ -322,7 +322,7 @@ import functools, sys
 import jax, jax.numpy as jnp, numpy as np
 from safetensors.numpy import load_file
 from grpojax.models import huggingface as hf
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.models import sharding
 
 def memory(name):
@@ -332,7 +332,7 @@ def memory(name):
 
 path, parameters = sys.argv[1], int(sys.argv[2])
 assert jax.device_count() == 4
-mesh = mesh_lib.make_mesh(1, 2, 1, 2)
+mesh = meshes.make_mesh(1, 2, 1, 2)
 places = functools.partial(sharding.shardings, mesh=mesh)
 jnp.zeros(3).block_until_ready()
 before = memory("VmRSS")

@@ -8,9 +8,9 @@ import pytest
 from grpojax.core.ends import Ends
 from grpojax.core.types import Rollout
 from grpojax.rewards import exact, exact_ids
-from grpojax.runtime.text import tokenizer as tokenizers
+from grpojax.runtime.text import tokenization
 
-TOKENIZER = tokenizers.character_tokenizer()
+TOKENIZER = tokenization.character_tokenizer()
 PAD = 0
 EOS = 1
 UNK = 2
@@ -90,7 +90,7 @@ def assert_same(eos_ids, rows, answer, width=32, longest=16):
   for row, value in zip(rows, values, strict=True):
     ids = np.array(row, int)
     mask = np.ones(len(row), bool)
-    text = tokenizers.decode_completion(TOKENIZER, ids, mask, Ends(eos_ids))
+    text = tokenization.decode_completion(TOKENIZER, ids, mask, Ends(eos_ids))
     assert value == on_text(text, answer), (row, text, answer)
   return values
 

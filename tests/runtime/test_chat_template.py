@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from grpojax.runtime.text import tokenizer as tokenizers
+from grpojax.runtime.text import tokenization
 
 sys.path.append(str(pathlib.Path(__file__).parent))
 import chats  # noqa: E402
@@ -58,7 +58,7 @@ def test_each_family_has_its_own_format(template, single, several):
     ("1+1?", "Be brief.", single),
     (TURNS, "", several),
   ]:
-    text, ids = tokenizers.encode_prompt(
+    text, ids = tokenization.encode_prompt(
       tokenizer, prompt, "{prompt}\n", system_prompt=system
     )
     assert text == expected
@@ -72,24 +72,24 @@ def test_each_family_has_its_own_format(template, single, several):
 def test_a_template_wraps_text_prompts_only():
   form = "\n{prompt}\nPut the answer in \\boxed{{}}.\n"
   tokenizer = make(QWEN)
-  text = tokenizers.format_prompt(tokenizer, " {x}? ", form)
+  text = tokenization.format_prompt(tokenizer, " {x}? ", form)
   inside = " {x}? \nPut the answer in \\boxed{}."
   assert f"<|im_start|>user\n{inside}<|im_end|>" in text
-  assert tokenizers.format_prompt(tokenizer, TURNS, form).count("boxed") == 0
-  plain = tokenizers.format_prompt(make(None), " {x}? ", form)
+  assert tokenization.format_prompt(tokenizer, TURNS, form).count("boxed") == 0
+  plain = tokenization.format_prompt(make(None), " {x}? ", form)
   assert plain == f"\n{inside}\n"
   for tokenizer in (make(QWEN), make(None)):
     with pytest.raises(ValueError, match="template 'Q'"):
-      tokenizers.format_prompt(tokenizer, "1+1", "Q")
+      tokenization.format_prompt(tokenizer, "1+1", "Q")
 
 
 def test_messages_keep_one_system_message():
   system = {"system_prompt": "Be brief."}
-  text = tokenizers.format_prompt(make(SILENT + QWEN), "1+1?", **system)
+  text = tokenization.format_prompt(make(SILENT + QWEN), "1+1?", **system)
   assert "<|im_start|>user\nBe brief.\n\n1+1?<|im_end|>" in text
   turns = [{"role": "system", "content": "Be long."}, *TURNS[:1]]
   for template in (QWEN, GEMMA):  # an example's system message
-    text = tokenizers.format_prompt(make(template), turns, **system)
+    text = tokenization.format_prompt(make(template), turns, **system)
     assert "Be long." in text and "Be brief." not in text
 
 
@@ -111,7 +111,7 @@ NO_TEMPLATE = "has no chat template"
 )
 def test_refused_prompts_and_options(template, options, text):
   with pytest.raises(ValueError, match=text):
-    tokenizers.format_prompt(make(template), **{"prompt": "1+1?"} | options)
+    tokenization.format_prompt(make(template), **{"prompt": "1+1?"} | options)
 
 
 # Lines with dates of published templates.
@@ -138,14 +138,14 @@ NO_DATE = "Q: {{ messages[0].content }}"
 
 
 def with_template(template):
-  made = tokenizers.character_tokenizer()
+  made = tokenization.character_tokenizer()
   made.chat_template = template
   return made
 
 
 def written(template, date):
   options = {"template_options": {"date_string": date}}
-  return tokenizers.format_prompt(with_template(template), "Hi", **options)
+  return tokenization.format_prompt(with_template(template), "Hi", **options)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ def written(template, date):
 def test_dates_are_pinned(template, expected, asks):
   assert written(template, "29 Feb 2020") == expected
   made = with_template(template)
-  assert tokenizers.asks_for_date(made) == asks
+  assert tokenization.asks_for_date(made) == asks
   if template:
     chat = [{"role": "user", "content": "Hi"}]
-    ids = tokenizers.encode_conversation(made, chat, date="29 Feb 2020")
+    ids = tokenization.encode_conversation(made, chat, date="29 Feb 2020")
     assert made.decode(ids) == expected
   # transformers may store several templates of a model.
   several = with_template({"default": NO_DATE, "tool_use": template or ""})
-  assert tokenizers.asks_for_date(several) == asks
+  assert tokenization.asks_for_date(several) == asks
 
 
 def test_templates_that_format_dates_need_a_valid_date():

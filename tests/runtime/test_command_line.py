@@ -7,7 +7,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from grpojax.runtime.cli import command_line, config_file
-from grpojax.runtime.cli.config import flatten
+from grpojax.runtime.cli.configs import flatten
 from grpojax.runtime.cli.settings import setting
 from grpojax.training.config import SETTINGS, default_config
 

@@ -15,7 +15,7 @@ import pytest
 
 from grpojax.models.huggingface import file_checksums
 from grpojax.runtime.processes import distributed, interrupts
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import scoring
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_values_of_all_processes(speak_for):
   assert len(sent) == 1  # earlier messages are deleted
   # Chunks of 3 and 2 prompts: 0 1 | 2 and 3 | 4.
   speak_for([2, 4])
-  assert rewards_lib.gather_rows([0, 1, 3], [3, 2]) == [0, 1, 2, 3, 4]
+  assert scoring.gather_rows([0, 1, 3], [3, 2]) == [0, 1, 2, 3, 4]
 
 
 def test_errors_of_other_processes_are_raised(speak_for):

@@ -9,7 +9,7 @@ from grpojax import __main__ as entry
 from grpojax import train
 from grpojax.core.options import refusal
 from grpojax.runtime.cli import settings
-from grpojax.runtime.cli.config import flatten
+from grpojax.runtime.cli.configs import flatten
 from grpojax.runtime.cli.settings import Section, described
 from grpojax.training.config import default_job
 

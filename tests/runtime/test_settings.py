@@ -5,7 +5,7 @@ import pathlib
 import re
 
 from grpojax import __main__ as entry
-from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli import settings
 from grpojax.runtime.cli.settings import Section
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ def test_the_page_lists_every_setting_once():
     names = {f"--{flag}" for flag in program.FLAGS}
     if not name.startswith("studies."):
       declared = program.SETTINGS or Section("", {})
-      names |= {path for path, _ in settings_lib.flat_settings(declared)}
+      names |= {path for path, _ in settings.flat_settings(declared)}
     assert names <= {*rows}, names - {*rows}
   # Studies list only the training settings that they change.
   assert "train.optim.learning_rate" in rows

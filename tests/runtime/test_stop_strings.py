@@ -14,8 +14,7 @@ from grpojax.core.decoding import Decoding
 from grpojax.core.ends import Ends
 from grpojax.core.rollout import completion_mask, rollout
 from grpojax.core.types import Prompts
-from grpojax.runtime.text import stop_strings
-from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.runtime.text import stop_strings, tokenization
 
 WORDS = "<|endoftext|> a b c d <f> ab bc ca aa dab".split()  # eleven, as `tiny`
 
@@ -24,7 +23,7 @@ def of_words(words, decoder, **options):
   vocab = {word: i for i, word in enumerate(words)}
   backend = tokenizers_lib.Tokenizer(models.BPE(vocab, [], **options))
   backend.decoder = decoder
-  return tokenizer_lib._wrapped(backend)
+  return tokenization._wrapped(backend)
 
 
 def byte_fallback():
@@ -42,11 +41,11 @@ def word_pieces():
 
 
 def byte_level():
-  return tokenizer_lib.train_bpe(["a né€ü, a né\n\n", "€€ü!?"] * 9, 275)
+  return tokenization.train_bpe(["a né€ü, a né\n\n", "€€ü!?"] * 9, 275)
 
 
 KINDS = {
-  "characters": (tokenizer_lib.character_tokenizer, 80),
+  "characters": (tokenization.character_tokenizer, 80),
   "bytes": (byte_level, 0),
   "fallback": (byte_fallback, 256),
   "pieces": (word_pieces, 0),
@@ -88,7 +87,7 @@ def test_completions_end_at_the_first_stop_string(kind):
         ended = ended + 1
       assert mask.tolist() == [i < n for i in range(24)]
       args = tokenizer, row, mask, ends
-      assert tokenizer_lib.decode_completion(*args) == expected
+      assert tokenization.decode_completion(*args) == expected
   assert ended > 10
 
 
@@ -105,12 +104,12 @@ def test_decoding_may_change_the_text_at_a_stop_string(ids, string, text):
   ends = Ends((266,), stop_strings.build(tokenizer, [string], 267))
   mask = np.asarray(completion_mask(jnp.asarray(ids), ends))
   ids = np.array(ids)
-  assert tokenizer_lib.decode_completion(tokenizer, ids, mask, ends) == text
+  assert tokenization.decode_completion(tokenizer, ids, mask, ends) == text
 
 
 def test_invalid_strings_are_refused():
   build = functools.partial(
-    stop_strings.build, tokenizer_lib.character_tokenizer(), count=100
+    stop_strings.build, tokenization.character_tokenizer(), count=100
   )
   with pytest.raises(ValueError, match="have 'é', which"):
     build(["a", "é"])

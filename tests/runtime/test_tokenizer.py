@@ -7,7 +7,7 @@ import socket
 import pytest
 from tokenizers import processors
 
-from grpojax.runtime.text import tokenizer as tokenizers
+from grpojax.runtime.text import tokenization
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def write(path, name, **content):
 
 
 def test_the_character_tokenizer_covers_printable_ascii():
-  tokenizer = tokenizers.character_tokenizer()
+  tokenizer = tokenization.character_tokenizer()
   assert [tokenizer.pad_token_id, tokenizer.eos_token_id] == [0, 1]
   assert tokenizer.unk_token_id == 2
   characters = ["\n", *map(chr, range(32, 127))]
@@ -33,14 +33,14 @@ def test_the_character_tokenizer_covers_printable_ascii():
 
 
 def test_eos_ids_of_files_and_the_tokenizer(tmp_path):
-  made = tokenizers.character_tokenizer()
-  assert tokenizers.eos_ids(tmp_path, made) == (1,)
+  made = tokenization.character_tokenizer()
+  assert tokenization.eos_ids(tmp_path, made) == (1,)
   write(tmp_path, "config.json", eos_token_id=5)
-  assert tokenizers.eos_ids(tmp_path, made) == (5, 1)
+  assert tokenization.eos_ids(tmp_path, made) == (5, 1)
 
   def eos_ids(named):
     write(tmp_path, "generation_config.json", eos_token_id=named)
-    return tokenizers.eos_ids(tmp_path, made, vocab_size=100)
+    return tokenization.eos_ids(tmp_path, made, vocab_size=100)
 
   assert eos_ids(None) == (5, 1)
   assert eos_ids([99, 1, 99]) == (99, 1)
@@ -53,40 +53,40 @@ def test_eos_ids_of_files_and_the_tokenizer(tmp_path):
   eos_ids(None)
   write(tmp_path, "config.json")
   made.pad_token = None
-  assert tokenizers.pad_id(made) == 1
+  assert tokenization.pad_id(made) == 1
   made.eos_token = None
   with pytest.raises(ValueError, match="set pad_token"):
-    tokenizers.pad_id(made)
+    tokenization.pad_id(made)
   with pytest.raises(ValueError, match="set eos_token_id"):
-    tokenizers.eos_ids(tmp_path, made)
+    tokenization.eos_ids(tmp_path, made)
 
 
 def test_malformed_and_missing_files_are_errors(tmp_path, no_network):
   for path in (tmp_path / "Qwen/Qwen2.5-0.5B", tmp_path):
     with pytest.raises(ValueError, match="none of tokenizer.json.*Download"):
-      tokenizers.load(path)
+      tokenization.load(path)
   (tmp_path / "tokenizer.json").write_text("{}")
   with pytest.raises(ValueError, match="cannot read the tokenizer"):
-    tokenizers.load(tmp_path)
-  made = tokenizers.character_tokenizer()
+    tokenization.load(tmp_path)
+  made = tokenization.character_tokenizer()
   made.save_pretrained(tmp_path)
   for name in ("generation_config.json", "tokenizer_config.json"):
     (tmp_path / name).write_text("[1]")
   with pytest.raises(ValueError, match="generation_config.json is not"):
-    tokenizers.eos_ids(tmp_path, made)
+    tokenization.eos_ids(tmp_path, made)
   with pytest.raises(ValueError, match="tokenizer_config.json is not"):
-    tokenizers.load(tmp_path)
+    tokenization.load(tmp_path)
 
 
 def test_added_tokens_may_have_ids_beyond_the_model(tmp_path, capsys):
   # Such as Gemma 3's <image_soft_token>, the id after the vocabulary.
-  made = tokenizers.character_tokenizer()
+  made = tokenization.character_tokenizer()
   made.add_tokens(["<image>"], special_tokens=True)
   made.save_pretrained(tmp_path)
 
   def load(size):
     write(tmp_path, "config.json", vocab_size=size)
-    return tokenizers.load(tmp_path)
+    return tokenization.load(tmp_path)
 
   load(101)
   assert not capsys.readouterr().out
@@ -94,9 +94,9 @@ def test_added_tokens_may_have_ids_beyond_the_model(tmp_path, capsys):
   assert "'<image>' (100)), and the model has 100" in capsys.readouterr().out
   prompt = "1<image>"  # letters, like any control token's name in a prompt
   ids = made.encode("1<", add_special_tokens=False)
-  assert tokenizers.encode_prompt(loaded, prompt)[1][:2] == ids
+  assert tokenization.encode_prompt(loaded, prompt)[1][:2] == ids
   with pytest.raises(ValueError, match=r"the token '<image>' \(100\)"):
-    tokenizers.encode_prompt(loaded, prompt, special_tokens="control")
+    tokenization.encode_prompt(loaded, prompt, special_tokens="control")
   with pytest.raises(ValueError, match="has 2 ids from 99 on.*same model"):
     load(99)
   made.pad_token = "<image>"
@@ -111,12 +111,12 @@ def test_a_saved_tokenizer_loads_unchanged(bpe, tmp_path, no_network, kind):
   bpe.save_pretrained(tmp_path)
   if kind:
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = tokenizers.CHAT_TEMPLATE
+    settings["chat_template"] = tokenization.CHAT_TEMPLATE
     settings["tokenizer_class"] = kind
     write(tmp_path, "tokenizer_config.json", **settings)
     write(tmp_path, "config.json", model_type="qwen3")
-  loaded = tokenizers.load(tmp_path)
-  assert loaded.chat_template == (kind and tokenizers.CHAT_TEMPLATE)
+  loaded = tokenization.load(tmp_path)
+  assert loaded.chat_template == (kind and tokenization.CHAT_TEMPLATE)
   text = " Ann sells  12345 clips\n\n in May <s>"
   assert loaded.encode(text) == bpe.encode(text)
   assert loaded.decode(loaded.encode(text)) == text
@@ -124,7 +124,7 @@ def test_a_saved_tokenizer_loads_unchanged(bpe, tmp_path, no_network, kind):
 
 
 def test_a_prompt_has_one_bos_and_no_eos(tmp_path):
-  made = tokenizers.character_tokenizer()
+  made = tokenization.character_tokenizer()
   made.add_special_tokens({"bos_token": "<s>"})
   bos = made.bos_token_id
   eos = made.eos_token_id
@@ -134,12 +134,12 @@ def test_a_prompt_has_one_bos_and_no_eos(tmp_path):
     special_tokens=[("<s>", bos), ("<|endoftext|>", eos)],
   )
   made.save_pretrained(tmp_path)
-  loaded = tokenizers.load(tmp_path)
+  loaded = tokenization.load(tmp_path)
   digit = loaded.encode("1", add_special_tokens=False)
   assert loaded.encode("1") == [bos, *digit, eos]
 
   def ids(prompt, **options):
-    return tokenizers.encode_prompt(loaded, prompt, **options)[1]
+    return tokenization.encode_prompt(loaded, prompt, **options)[1]
 
   assert ids("1") == [bos, *digit]
   assert ids("") == [bos]
@@ -151,12 +151,12 @@ def test_a_prompt_has_one_bos_and_no_eos(tmp_path):
 
 
 def test_ids_without_a_token():
-  made = tokenizers.character_tokenizer()
+  made = tokenization.character_tokenizer()
   vocabulary = made.get_vocab() | {"extra": 105}
   made.get_vocab = lambda: vocabulary
-  assert tokenizers.gaps(made, 100) == ()
-  assert tokenizers.gaps(made, 128) == ((100, 105), (106, 128))
-  assert tokenizers.gaps(made, 128, (127,)) == ((100, 105), (106, 127))
+  assert tokenization.gaps(made, 100) == ()
+  assert tokenization.gaps(made, 128) == ((100, 105), (106, 128))
+  assert tokenization.gaps(made, 128, (127,)) == ((100, 105), (106, 127))
 
 
 PROBLEMS = [
@@ -167,7 +167,7 @@ PROBLEMS = [
 
 @pytest.fixture(scope="module")
 def bpe():
-  return tokenizers.train_bpe(PROBLEMS, 290)
+  return tokenization.train_bpe(PROBLEMS, 290)
 
 
 def test_trained_tokenizers_decode_what_they_encode(bpe):
@@ -187,9 +187,9 @@ def test_trained_tokens_merge_letters_but_not_digits(bpe):
   ids = bpe.encode("12481248")
   assert [bpe.decode([i]) for i in ids] == list("12481248")
   assert len(bpe.encode(" clips")) == 1
-  again = tokenizers.train_bpe(iter(PROBLEMS), 290)
+  again = tokenization.train_bpe(iter(PROBLEMS), 290)
   assert again.backend_tokenizer.to_str() == bpe.backend_tokenizer.to_str()
   with pytest.raises(ValueError, match="258 or more"):
-    tokenizers.train_bpe(PROBLEMS, 257)
+    tokenization.train_bpe(PROBLEMS, 257)
   with pytest.raises(ValueError, match="no texts"):
-    tokenizers.train_bpe([""], 300)
+    tokenization.train_bpe([""], 300)

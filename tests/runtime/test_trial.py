@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from grpojax.runtime.text import tokenizer as tokenizers
-from grpojax.runtime.text import trial
+from grpojax.runtime.text import tokenization, trial
 
 FOREVER = (
   "{% generation %}{{ messages | tojson(indent=1) }}{% for i in range(99999) %}"
@@ -20,7 +19,7 @@ def save(tmp_path, monkeypatch):
   monkeypatch.setattr(trial, "MEMORY", 2**28)
 
   def save(template=None, **changes):
-    tokenizer = tokenizers.character_tokenizer()
+    tokenizer = tokenization.character_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
@@ -36,7 +35,7 @@ def save(tmp_path, monkeypatch):
 )
 def test_a_template_beyond_the_limits_is_refused(template, save):
   with pytest.raises(ValueError, match="does not finish a small chat"):
-    tokenizers.load(save(template))
+    tokenization.load(save(template))
 
 
 @pytest.mark.slow
@@ -44,7 +43,7 @@ def test_a_tokenizer_that_lengthens_texts_is_refused(save):
   longer = {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 99}
   longer = {"type": "Sequence", "normalizers": [longer] * 5}
   with pytest.raises(ValueError, match="does not finish a small chat"):
-    tokenizers.load(save(normalizer=longer))
+    tokenization.load(save(normalizer=longer))
 
 
 @pytest.mark.parametrize(
@@ -58,10 +57,10 @@ def test_a_tokenizer_that_lengthens_texts_is_refused(save):
   ],
 )
 def test_errors_of_a_template_are_value_errors(template, save):
-  tokenizer = tokenizers.character_tokenizer()
+  tokenizer = tokenization.character_tokenizer()
   tokenizer.chat_template = template
   chat = [{"role": "user", "content": "1+1"}]
-  for encode in (tokenizers.encode_prompt, tokenizers.encode_conversation):
+  for encode in (tokenization.encode_prompt, tokenization.encode_conversation):
     with pytest.raises(ValueError, match="does not take this prompt"):
       encode(tokenizer, chat)
 
@@ -69,6 +68,6 @@ def test_errors_of_a_template_are_value_errors(template, save):
 def test_a_panic_of_the_tokenizer_is_a_value_error(save):
   pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "invert": False}
   pattern |= {"behavior": "Isolated"}
-  tokenizer = tokenizers.load(save(pre_tokenizer=pattern))
+  tokenizer = tokenization.load(save(pre_tokenizer=pattern))
   with pytest.raises(ValueError, match="cannot read a text"):
-    tokenizers.encode_prompt(tokenizer, "a" * 28 + "!")
+    tokenization.encode_prompt(tokenizer, "a" * 28 + "!")

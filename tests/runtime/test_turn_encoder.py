@@ -12,8 +12,7 @@ import tokenizers as hf
 from transformers import PreTrainedTokenizerFast
 
 from grpojax.models.huggingface import ASSETS
-from grpojax.runtime.text import tokenizer as tokenizers
-from grpojax.runtime.text import turns
+from grpojax.runtime.text import tokenization, turns
 from grpojax.runtime.text.chat_template import set_messages
 
 sys.path.append(str(pathlib.Path(__file__).parent))
@@ -205,8 +204,8 @@ def test_long_observations_are_cut(model):
 
 def test_the_embedded_instruct_model():
   path = ASSETS / "arithmetic-instruct"  # its template has no end token
-  made = tokenizers.load(path)
-  encode = turns.TurnEncoder(made, tokenizers.eos_ids(path, made))
+  made = tokenization.load(path)
+  encode = turns.TurnEncoder(made, tokenization.eos_ids(path, made))
   assert made.decode(encode("No", 1)) == "\nQ: No\nA: "
   assert encode("No", 3) == encode("No", 1)
   assert made.decode(encode(says("tool", "5"), 1)) == "\n5\nA: "

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from grpojax.statistics import group_size as group_size_lib
+from grpojax.statistics import group_size
 from grpojax.statistics import u_statistics as u
 
 # Prompts, completions per prompt, parameters.
@@ -40,12 +40,12 @@ def test_mse_of_a_batch_equals_enumeration(
   args = [*map(jnp.asarray, everything)]
   moments = u.moments(*args)
   gradients = u.policy_gradient(*args)
-  c = group_size_lib.components(moments, gradients, jnp.asarray(WEIGHTS))
-  curve = group_size_lib.mse_curve(c, g, b * g)
+  c = group_size.components(moments, gradients, jnp.asarray(WEIGHTS))
+  curve = group_size.mse_curve(c, g, b * g)
   expected = enumerated(*everything, b, *all_groups(*everything, g))
   assert_allclose(curve, expected, atol=1e-10)
-  uniform = group_size_lib.components(moments, gradients, jnp.full(X, 1 / X))
-  default = group_size_lib.components(moments, gradients)
+  uniform = group_size.components(moments, gradients, jnp.full(X, 1 / X))
+  default = group_size.components(moments, gradients)
   assert_allclose(uniform, default, rtol=1e-12)
 
 
@@ -71,8 +71,8 @@ def test_mse_of_epochs_of_a_finite_set_equals_enumeration(
     probability = np.prod(probabilities, axis=0)
     errors.append(probability @ ((mean - truth) ** 2).sum(-1))
   p, s, z = map(jnp.asarray, (p, s, z))
-  c = group_size_lib.components(u.moments(p, s, z), u.policy_gradient(p, s, z))
-  curve = group_size_lib.mse_curve(c, g, draws * g, prompts=many)
+  c = group_size.components(u.moments(p, s, z), u.policy_gradient(p, s, z))
+  curve = group_size.mse_curve(c, g, draws * g, prompts=many)
   assert_allclose(curve.leave_one_out, np.mean(errors), rtol=1e-10)
 
 
@@ -80,13 +80,13 @@ def test_mse_of_epochs_of_a_finite_set_equals_enumeration(
 @pytest.mark.parametrize("c3", [0.5, 400.0])
 @pytest.mark.parametrize("steps", [1, 40])
 def test_best_group_size_in_epochs(c3, steps, float64):
-  c = group_size_lib.Components(1.0, 7.0, c3, 9.0, 2.0)
+  c = group_size.Components(1.0, 7.0, c3, 9.0, 2.0)
   n = 240 * steps
   prompts = 300
   sizes = np.geomspace(2, n, 200_001)
-  errors = group_size_lib.mse_curve(c, sizes, n, prompts).leave_one_out
-  best = group_size_lib.optimal_group_size(prompts / (prompts - 1), 7.0, c3)
-  result = group_size_lib.optimal_group_size_in_epochs(best, n, prompts)
+  errors = group_size.mse_curve(c, sizes, n, prompts).leave_one_out
+  best = group_size.optimal_group_size(prompts / (prompts - 1), 7.0, c3)
+  result = group_size.optimal_group_size_in_epochs(best, n, prompts)
   assert result == max(best, n / prompts)
   least = sizes[np.argmin(errors)]
   assert_allclose(max(result, 2.0), least, rtol=1e-3)
@@ -98,7 +98,7 @@ def test_best_group_size_in_epochs(c3, steps, float64):
 )
 def test_optimal_group_size_minimises_the_cost(c, cost, float64):
   c1, c2, c3 = c
-  best = group_size_lib.optimal_group_size(c1, c2, c3, cost)
+  best = group_size.optimal_group_size(c1, c2, c3, cost)
 
   def error(g):
     return (cost + g) * (c1 + c2 / g + c3 / (g * (g - 1)))
@@ -108,7 +108,7 @@ def test_optimal_group_size_minimises_the_cost(c, cost, float64):
 
 
 def test_optimal_group_size_at_the_limits():
-  best = group_size_lib.optimal_group_size
+  best = group_size.optimal_group_size
   sizes = jax.jit(best)(jnp.array([0.0, -1.0, 1.0, 1.0]), 1.0, jnp.zeros(4))
   assert_array_equal(sizes, [jnp.inf, jnp.inf, 1, 1])
   assert best(1.0, 0.1, 0.0, 3.0) == 1  # the cost of prompts is too small
@@ -117,16 +117,16 @@ def test_optimal_group_size_at_the_limits():
   with pytest.raises(ValueError, match="prompt_cost = -1: give 0 or more"):
     best(1.0, 1.0, 1.0, -1)
   with pytest.raises(ValueError, match="at least 2"):
-    c = group_size_lib.Components(*jnp.ones(5))
-    group_size_lib.mse_curve(c, np.array([1, 2]), 8)
+    c = group_size.Components(*jnp.ones(5))
+    group_size.mse_curve(c, np.array([1, 2]), 8)
 
 
 def follow(estimates, start=8, error=0.0, **changes):
   """Returns the group sizes after each of these estimates (c1, c3)."""
   settings = {"smallest": 4, "largest": 64, "decay": 0.5, "margin": 0.25}
   settings |= {"confidence": 1.0} | changes
-  observe = jax.jit(functools.partial(group_size_lib.observe, **settings))
-  choice = group_size_lib.init_choice(start)
+  observe = jax.jit(functools.partial(group_size.observe, **settings))
+  choice = group_size.init_choice(start)
   sizes = []
   error = jnp.float32(error)
   for c1, c3 in estimates:

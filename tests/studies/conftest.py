@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.training.config import to_config
 from grpojax.training.run import fit, run_directory
@@ -22,7 +22,7 @@ def write_run(settings, directory, rewards, accuracy, **columns):
   text = "".join(json.dumps(row) + "\n" for row in rows)
   (directory / run_directory.METRICS).write_text(text)
   (directory / run_directory.CONFIG).write_text(
-    config_lib.to_json(to_config(settings))
+    configs.to_json(to_config(settings))
   )
   summary = {"steps": len(rewards), "accuracy_before": 0.0}
   summary |= {"accuracy_after": accuracy}

@@ -10,7 +10,7 @@ from grpojax.runtime.files import records
 from grpojax.runtime.terminal import pictures
 from grpojax.statistics import u_statistics
 from grpojax.studies import mse, samples
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 
 
 def arguments(model, directory, **changes):
@@ -62,7 +62,7 @@ def test_killed_study_resumes_to_the_same_results(
   printed = capsys.readouterr().out
   assert "prompt 4/6" in printed and "prompt 3/6" not in printed
   # A finished study only redraws.
-  monkeypatch.setattr(policy_lib, "load_policy", None)
+  monkeypatch.setattr(policies, "load_policy", None)
   (directory / "mse.png").unlink()
   mse.main(argv)
   assert (directory / "mse.png").read_bytes().startswith(b"\x89PNG")

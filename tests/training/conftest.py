@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from grpojax import train
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.types import Rollout
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime.files import records
-from grpojax.training.policy import Policy
+from grpojax.training.policies import Policy
 from grpojax.training.run import setup
 from grpojax.training.step import host
 
@@ -39,7 +39,7 @@ def word_policy():
 
 @pytest.fixture
 def one_device():
-  return mesh_lib.make_mesh(devices=jax.devices()[:1])
+  return meshes.make_mesh(devices=jax.devices()[:1])
 
 
 @pytest.fixture

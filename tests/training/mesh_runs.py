@@ -18,12 +18,12 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
 from grpojax.core.update import make_update
 from grpojax.models import huggingface as hf
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.config import default_config, from_config
 from grpojax.training.run import fit, setup
 from grpojax.training.step import sampling as sampling_lib
@@ -125,20 +125,20 @@ def run(model, directory, devices, changes):
   """Returns all samples of a run in order, and its exported parameters."""
   settings = settings_of(model, changes)
   sampled = []
-  decode = policy_lib.decode
+  decode = policies.decode
   mesh = setup.make_mesh
 
   def spy(policy, samples, *rows):
     sampled.append(jax.device_get(samples))
     return decode(policy, samples, *rows)
 
-  policy_lib.decode = spy
+  policies.decode = spy
   setup.make_mesh = functools.partial(mesh, devices=jax.devices()[:devices])
   try:
     with contextlib.redirect_stdout(io.StringIO()):
       fit.run(settings, directory)
   finally:
-    policy_lib.decode = decode
+    policies.decode = decode
     setup.make_mesh = mesh
   return sampled, hf.load_params(directory / "model")
 
@@ -172,7 +172,7 @@ def programs(model, devices, changes, samples=None):
   policy = setup.with_weights(settings, policy, mesh)
   ids = jnp.arange(8 * B).reshape(B, 8) % 90
   prompts = Prompts(ids, jnp.ones(ids.shape, bool))
-  prompts = jax.device_put(prompts, mesh_lib.batch_sharding(mesh, B))
+  prompts = jax.device_put(prompts, meshes.batch_sharding(mesh, B))
   with jax.set_mesh(mesh):
     everywhere = NamedSharding(mesh, P())
     key = jax.device_put(jax.random.key(1), everywhere)
@@ -183,7 +183,7 @@ def programs(model, devices, changes, samples=None):
     else:
       samples = jax.device_put(samples, everywhere)
     rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3
-    make_batch = policy_lib.jit(policy, make_batch_program(settings))
+    make_batch = policies.jit(policy, make_batch_program(settings))
     reference = jax.tree.map(lambda x: 0.9 * x, policy.params)
     batch, _ = make_batch(policy.params, samples, rewards, ref_params=reference)
 
@@ -198,7 +198,7 @@ def programs(model, devices, changes, samples=None):
       update = make_update(lm, tx, settings.loss, options, sampling)
       return update(state, batch, reference)[0].opt_state
 
-    grads = policy_lib.jit(policy, gradient)(policy.params, batch, reference)
+    grads = policies.jit(policy, gradient)(policy.params, batch, reference)
   return jax.device_get((samples, batch, grads))
 
 
@@ -246,12 +246,12 @@ def bfloat16():
 
 def main(cases):
   """Runs cases: [model, settings of all, settings of each mesh]."""
-  for model, settings, meshes in cases:
+  for model, settings, choices in cases:
     with tempfile.TemporaryDirectory() as directory:
       directory = pathlib.Path(directory)
       path = make_model(directory, **MODELS[model])
       one = run(path, directory / "one", 1, settings)
-      for i, mesh in enumerate(meshes):
+      for i, mesh in enumerate(choices):
         other = run(path, directory / str(i), 8, settings | mesh)
         name = f"{model} {settings} {mesh}"
         compare(name, one, other, hf.load_params(path))

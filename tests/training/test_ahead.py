@@ -11,12 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.types import Prompts
 from grpojax.data.examples import READ
 from grpojax.environments.episodes import play_together
 from grpojax.training.step import pending as pending_lib
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import scoring
 from grpojax.training.step.host import Timer
 
 B = 4
@@ -47,14 +47,14 @@ def opened(tiny, settings_with, open_step, word_policy):
   )
   policy = word_policy(tiny.lm, (0, 1))
   rng = np.random.default_rng(0)
-  with rewards_lib.open_reward_pool(settings) as pool:
+  with scoring.open_reward_pool(settings) as pool:
     mesh, state, step = open_step(
       settings, policy, tiny.params, optax.adam(0.05), pool, True
     )
     batches = []
     for _ in range(STEPS):
       ids = rng.integers(2, 11, (B, 3)).astype(np.int32)
-      prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")
+      prompts = meshes.place(Prompts(ids, ids >= 0), mesh, "batch")
       answers = map(str, rng.integers(2, 11, B))
       examples = [{"prompt_text": "", "answer": x} for x in answers]
       batches.append((prompts, examples))
@@ -108,7 +108,7 @@ def test_rewards_ahead_are_computed_during_the_update(opened, monkeypatch):
   state, step, batches = opened
   events = []
   gathered = []
-  gather = mesh_lib.whole
+  gather = meshes.whole
 
   def recording(name, function):
     return lambda *args: events.append(name) or function(*args)
@@ -121,9 +121,9 @@ def test_rewards_ahead_are_computed_during_the_update(opened, monkeypatch):
     gathered.extend(leaves)
     return gather(tree)
 
-  monkeypatch.setattr(mesh_lib, "whole", whole)
-  collect = recording("rewards", rewards_lib.collect_rewards)
-  monkeypatch.setattr(rewards_lib, "collect_rewards", collect)
+  monkeypatch.setattr(meshes, "whole", whole)
+  collect = recording("rewards", scoring.collect_rewards)
+  monkeypatch.setattr(scoring, "collect_rewards", collect)
   update = recording("update", step.programs.update)
   step.programs = step.programs._replace(update=update)
   step(state, *batches[0], upcoming=batches[1])
@@ -135,7 +135,7 @@ def test_a_pending_rollout_is_restored_with_rewards_and_prompts(opened):
   state, step, batches = opened
   *_, pending = step(state, *batches[0], upcoming=batches[1])
   failures = [[[] for _ in range(G)] for _ in range(B)]
-  failures[1][2] = [rewards_lib.Failure("of/ids", "why", "p", "\u00e9\ud83d")]
+  failures[1][2] = [scoring.Failure("of/ids", "why", "p", "\u00e9\ud83d")]
   names = ["of_ids/n", "n", "n.npy", "\ud83d", "n\0"]
   extras = {x: np.full((B, G), i or np.nan) for i, x in enumerate(names)}
   pending = pending._replace(

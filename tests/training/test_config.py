@@ -6,8 +6,7 @@ from contextlib import nullcontext
 import jax
 import pytest
 
-from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import command_line, configs
 from grpojax.training.config import (
   SETTINGS,
   default_config,
@@ -268,7 +267,7 @@ def test_settings_and_config_convert_both_ways():
   assert settings.loss.advantage == "dr_grpo"
   assert settings.optim.update.chunk_size == 7
   assert settings.sampling.decoding.stages == 2
-  assert config_lib.flatten(to_config(settings)) == config_lib.flatten(config)
+  assert configs.flatten(to_config(settings)) == configs.flatten(config)
   assert from_config(to_config(settings)) == settings
   assert from_config(default_config()) == TrainSettings()
 

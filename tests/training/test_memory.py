@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.core.update import make_update
@@ -39,13 +39,13 @@ WEIGHTS = 50 * 12 + 3 * (2 * 12 * 16 + 2 * 12 * 8 + 3 * 12 * 20 + 2 * 12) + 12
 
 
 def mesh():
-  return mesh_lib.make_mesh(devices=jax.devices()[:1])
+  return meshes.make_mesh(devices=jax.devices()[:1])
 
 
 def four():
   """A mesh of one device four times, for shapes only."""
   devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 1, 2)
-  return jax.sharding.Mesh(devices, mesh_lib.AXES)
+  return jax.sharding.Mesh(devices, meshes.AXES)
 
 
 def bytes_of(parts):

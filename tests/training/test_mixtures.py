@@ -9,11 +9,10 @@ from ml_collections import ConfigDict
 
 from grpojax import evaluate
 from grpojax.data.examples import SOURCE
-from grpojax.runtime.cli import config as config_lib
-from grpojax.training import policy as policy_lib
+from grpojax.runtime.cli import configs
+from grpojax.training import policies
 from grpojax.training.config import from_config
-from grpojax.training.data import mixtures, splits
-from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import mixtures, prompts, splits
 from grpojax.training.settings.run import TrainSettings
 
 
@@ -35,7 +34,7 @@ def test_a_mixture_is_read_from_the_config(config_with):
   assert result["gsm8k"].name == "gsm8k" and result["gsm8k"].weight == 3
   assert result["gsm8k"].rewards == ("math_answer", "format")
   assert result["hard"].options == {"difficulty": (4, 5)}
-  again = config_lib.from_json(config_lib.to_json(config))
+  again = configs.from_json(configs.to_json(config))
   assert mixtures.sources(from_config(again)) == result
   # scored_by omits functions that score all data sets.
   assert mixtures.scored_by(settings) == {"exact_answer": ["hard"]}
@@ -78,7 +77,7 @@ def files(write_data):
 def test_long_prompts_of_each_data_set_are_refused_or_dropped(
   files, settings_with
 ):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+  policy = policies.open_policy("arithmetic-instruct")
   changes = files | {"data__max_prompt_length": 14}
   settings = settings_with(**changes)
   with pytest.raises(ValueError, match="train nines split: 5 of 12 prompts"):
@@ -91,7 +90,7 @@ def test_long_prompts_of_each_data_set_are_refused_or_dropped(
   assert whole.dropped == 6 and len(whole.examples) == 14
   assert len(whole.lengths) == 20 and len(test.examples) == 6
   assert {e[SOURCE] for e in test.examples} == {"nines", "ones"}
-  batches = prompts_lib.training_batches(settings, policy, whole.examples, 8)
+  batches = prompts.training_batches(settings, policy, whole.examples, 8)
   assert sum(e[SOURCE] == "ones" for e in next(batches)[1]) == 16
 
 

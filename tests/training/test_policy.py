@@ -11,11 +11,11 @@ import pytest
 from grpojax.core.decoding.sampling import NEGATIVE
 from grpojax.core.types import Rollout
 from grpojax.models import huggingface as hf
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 
 
 def test_a_policy_decodes_texts_without_eos(toy_model):
-  policy = policy_lib.load_policy(str(toy_model), "bfloat16")
+  policy = policies.load_policy(str(toy_model), "bfloat16")
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(policy.params))
   one = jnp.ones((1, 1), int)
   prefix = jax.eval_shape(policy.lm.prefill, policy.params, one, one > 0)
@@ -28,7 +28,7 @@ def test_a_policy_decodes_texts_without_eos(toy_model):
   samples = Rollout(
     empty, empty > 0, completion_ids, mask, mask * 0.0, mask.any(-1)
   )
-  assert policy_lib.decode(policy, samples) == [["12#", "1"]]
+  assert policies.decode(policy, samples) == [["12#", "1"]]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_rows_beyond_the_tokenizer_are_never_sampled(
   hf.save(tmp_path / "model", padded, edited("config.json", vocab_size=128))
 
   def logits(path):
-    policy = policy_lib.load_policy(str(path))
+    policy = policies.load_policy(str(path))
     prefix = policy.lm.prefill(policy.params, ids, ids > 0)
     return policy, policy.lm.unembed(policy.params, prefix.last_hidden)
 
@@ -83,27 +83,27 @@ def test_texts_beyond_the_positions_are_refused_or_warned_of(
   message = "exceed the 40 positions"
   if outcome == "refused":
     with pytest.raises(ValueError, match=f"{message}.*lower one"):
-      policy_lib.check_positions(path, 30, tokens)
+      policies.check_positions(path, 30, tokens)
   else:
-    policy_lib.check_positions(path, 30, tokens)
+    policies.check_positions(path, 30, tokens)
   assert (message in capsys.readouterr().out) == (outcome == "warned")
 
 
 def with_adapters(policy, targets):
-  return policy_lib.with_adapters(
+  return policies.with_adapters(
     policy, jax.random.key(0), rank=2, alpha=4.0, targets=targets
   )
 
 
 @pytest.mark.slow
 def test_adapters_are_merged_in_float32(toy_model, tmp_path):
-  policy = policy_lib.open_policy(str(toy_model), "bfloat16")
-  policy = policy_lib.with_weights(policy, "bfloat16")
+  policy = policies.open_policy(str(toy_model), "bfloat16")
+  policy = policies.with_weights(policy, "bfloat16")
   policy = with_adapters(policy, "layers/(q|down)")
   rng = np.random.default_rng(0)
   small = lambda x: x + jnp.asarray(rng.normal(size=x.shape) * 1e-4, x.dtype)
   params = jax.tree.map(small, policy.params)
-  whole = policy_lib.whole_params(policy, params)
+  whole = policies.whole_params(policy, params)
   hf.save(tmp_path / "model", whole, policy.directory, dtype="float32")
   saved = hf.load_params(tmp_path / "model")
   expected = jax.tree.map(lambda x: np.asarray(x, np.float64), policy.frozen)
@@ -117,7 +117,7 @@ def test_adapters_are_merged_in_float32(toy_model, tmp_path):
 
 @pytest.mark.slow
 def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
-  whole = policy_lib.load_policy(str(toy_model))
+  whole = policies.load_policy(str(toy_model))
   policy = with_adapters(whole, "layers/q")
   assert policy.lora_scale == 2.0
 
@@ -125,7 +125,7 @@ def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
     prefix = lm.prefill(adapters, ids, ids > 0)
     return jnp.linalg.norm(lm.unembed(adapters, prefix.last_hidden))
 
-  run = policy_lib.jit(policy, norm)
+  run = policies.jit(policy, norm)
   ids = jnp.array([[5, 9, 17]])
   text = run.func.lower(*run.args, policy.params, ids).as_text()
   size = max(x.size for x in jax.tree.leaves(policy.frozen))
@@ -134,5 +134,5 @@ def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
   other = jax.tree.map(lambda x: 2 * x, policy.frozen)
   result = run.func(other, policy.params, ids)
   assert result != run(policy.params, ids) == run({}, ids)  # b is 0
-  expected = policy_lib.jit(whole, norm)(whole.params, ids)
+  expected = policies.jit(whole, norm)(whole.params, ids)
   np.testing.assert_allclose(run(policy.params, ids), expected, rtol=1e-6)

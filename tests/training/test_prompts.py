@@ -7,14 +7,14 @@ import pytest
 
 from grpojax.core.types import Prompts
 from grpojax.data import drawn
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
 
 
 @pytest.fixture(scope="module")
 def policy():
-  return policy_lib.open_policy("arithmetic-instruct")
+  return policies.open_policy("arithmetic-instruct")
 
 
 @pytest.fixture
@@ -109,13 +109,13 @@ def test_prompt_lengths_are_cached(
   changes = jsonl | {"data__too_long": "drop"}
   file = tmp_path / "lengths.npz"
   measured = []
-  encode = prompts_lib.tokenizer_lib.encode_prompt
+  encode = prompts_lib.tokenization.encode_prompt
 
   def counted(*args, **options):
     measured.append(1)
     return encode(*args, **options)
 
-  monkeypatch.setattr(prompts_lib.tokenizer_lib, "encode_prompt", counted)
+  monkeypatch.setattr(prompts_lib.tokenization, "encode_prompt", counted)
 
   def load(expected):
     measured.clear()

@@ -13,7 +13,7 @@ from grpojax.core.types import TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime import checkpoint
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.run import run_storage
 from grpojax.training.step import reference
 
@@ -182,7 +182,7 @@ def test_a_hint_is_part_of_the_reference_prompt(settings_with, toy_model, mesh):
     data__template="{prompt}",
     loss__beta=1.0,
   )
-  policy = policy_lib.open_policy(str(toy_model))
+  policy = policies.open_policy(str(toy_model))
   read_prompts = reference.make_read_prompts(settings, policy, mesh)
   examples = [{"prompt": "1+2=", "answer": 3}, {"prompt": "40+2="}]
   read = read_prompts(examples)

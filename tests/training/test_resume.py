@@ -19,8 +19,8 @@ from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import screen
-from grpojax.runtime.text import tokenizer
-from grpojax.training import policy as policy_lib
+from grpojax.runtime.text import tokenization
+from grpojax.training import policies
 from grpojax.training.data import splits
 from grpojax.training.report import run_report
 from grpojax.training.run import open_run, start
@@ -220,7 +220,7 @@ DATED = "{{ strftime_now('%Y') }}{{ messages }}"
 
 
 def test_the_date_is_pinned_if_the_template_uses_it(settings_with):
-  opened = policy_lib.open_policy("arithmetic-instruct")
+  opened = policies.open_policy("arithmetic-instruct")
 
   def dated(template, today=None):
     tokenizer = types.SimpleNamespace(chat_template=template)
@@ -257,7 +257,7 @@ def test_waiting_for_a_device_checks_signals():
   answers = iter([False] * 4 + [True])
   times = []
   array = types.SimpleNamespace(is_ready=lambda: next(answers))
-  policy_lib.wait([array], lambda: times.append(time.monotonic()))
+  policies.wait([array], lambda: times.append(time.monotonic()))
   assert len(times) == 5 and max(np.diff(times)) < 1
 
 
@@ -299,7 +299,7 @@ def test_processes_with_different_examples_are_refused(
 
 def test_process_0_sets_the_date(tmp_path, settings_with, monkeypatch):
   def on_main(function):
-    return "26 Jul 2024" if function is tokenizer.today else function()
+    return "26 Jul 2024" if function is tokenization.today else function()
 
   def check(*args):
     raise ValueError(args[-1])

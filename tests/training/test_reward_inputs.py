@@ -5,7 +5,7 @@ import pytest
 from grpojax.data.examples import SOURCE
 from grpojax.training.config import default_config, from_config
 from grpojax.training.data import splits
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import scoring
 
 REWARDS = """
 def how_far(prompts, completions, completion_ids, trainer_state, answer):
@@ -36,7 +36,7 @@ def test_each_data_set_needs_the_columns_of_its_rewards(file):
   config.data.mixture.easy = {"name": "jsonl", "rewards": "compute_score"}
   config.data.mixture.hard = {"name": "jsonl", "rewards": "of_level"}
   settings = from_config(config)
-  rewards = rewards_lib.resolve_functions(settings)
+  rewards = scoring.resolve_functions(settings)
 
   def check(easy, hard):
     columns = {"easy": easy, "hard": hard}
@@ -45,7 +45,7 @@ def test_each_data_set_needs_the_columns_of_its_rewards(file):
       for name, extra in columns.items()
     }
     whole = splits.Split(None, parts=parts)
-    rewards_lib.check_columns(settings, rewards, whole)
+    scoring.check_columns(settings, rewards, whole)
 
   # Examples of a mixture have verl's data_source.
   check({"answer": "1"}, {"level": 1})

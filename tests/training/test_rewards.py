@@ -16,10 +16,10 @@ from grpojax.rewards import exact, groups, pool
 from grpojax.rewards.pool import Failure
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
-from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.training import policy as policy_lib
+from grpojax.runtime.text import tokenization
+from grpojax.training import policies
 from grpojax.training.step import batch as batch_lib
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import scoring
 from grpojax.training.step.episodes import sampled
 
 REWARDS = """
@@ -47,7 +47,7 @@ def score(word_policy, settings_with, samples_of, tmp_path, monkeypatch):
 
   A row has a finished sample of four tokens, and a truncated one of one token.
   """
-  monkeypatch.setattr(policy_lib, "decode", lambda *_: TEXTS)
+  monkeypatch.setattr(policies, "decode", lambda *_: TEXTS)
   file = tmp_path / "rewards.py"
   file.write_text(REWARDS)
 
@@ -60,8 +60,8 @@ def score(word_policy, settings_with, samples_of, tmp_path, monkeypatch):
     mask = np.arange(5) < np.array([4, 1])[:, None]
     mask = np.broadcast_to(mask, (rows, 2, 5))
     samples = sampled(samples_of(mask, [True, False]))
-    with rewards_lib.open_reward_pool(settings, model) as reward_pool:
-      return reward_pool, rewards_lib.compute_rewards(
+    with scoring.open_reward_pool(settings, model) as reward_pool:
+      return reward_pool, scoring.compute_rewards(
         word_policy(None), reward_pool, EXAMPLES, samples
       )[1]
 
@@ -77,9 +77,9 @@ def test_weighted_functions(score):
   np.testing.assert_array_equal(scores.failed, [[0, 1], [0, 0]])
   (failure,) = groups.all_failures(scores)
   assert failure.function == "picky" and failure.completion == "bad"
-  right = rewards_lib.correctness(reward_pool, scores, EXAMPLES)
+  right = scoring.correctness(reward_pool, scores, EXAMPLES)
   np.testing.assert_array_equal(right, [[2, 3], [6, 3]])
-  assert rewards_lib.metrics(scores) == {
+  assert scoring.metrics(scores) == {
     "reward_failures": 1,
     "rewards/length/mean": 3.5,
     "rewards/length/std": 1.5,
@@ -95,7 +95,7 @@ def test_a_reward_model_is_added_to_functions(score):
   _, scores = score({"picky": 1.0}, model, reward__model_weight=-2.0)
   # It counts if the function abstains, but not if the function fails.
   np.testing.assert_allclose(scores.rewards, [[8, NAN], [-6, 2]])
-  assert rewards_lib.metrics(scores)["rewards/reward.model/mean"] == 2.5
+  assert scoring.metrics(scores)["rewards/reward.model/mean"] == 2.5
   model = lambda examples, texts: np.array([[np.inf, 2.0], [1e16, 0.5]])
   _, scores = score({"length": 1.0}, model)
   np.testing.assert_allclose(scores.rewards, [[NAN, 5], [NAN, 3.5]])
@@ -111,7 +111,7 @@ def test_names_of_users_differ_from_metrics_of_the_run(score, tmp_path):
   text += "".join(f"{name} = mean\n" for name in names[1:])
   (tmp_path / "rewards.py").write_text(text)
   model = lambda examples, texts: np.ones((2, 2))
-  row = rewards_lib.metrics(score(dict.fromkeys(names, 1.0), model)[1])
+  row = scoring.metrics(score(dict.fromkeys(names, 1.0), model)[1])
   assert row.pop("reward_failures") == 0
   assert len(row) == 2 * (len(names) + 1) + 4 * len(names)
   assert all(name.count("/") >= 2 for name in row)
@@ -143,8 +143,8 @@ def test_gathered_rewards_equal_those_of_one_process(monkeypatch):
   monkeypatch.setattr(distributed, "count", lambda: 2)
   monkeypatch.setattr(distributed, "gather", gather)
   first = [0, 1, 3, 4]  # of process 0
-  rewards_lib._gather_rewards(scores(first, "a"), sizes)
-  gathered = rewards_lib._gather_rewards(scores([2, 5]), sizes)
+  scoring._gather_rewards(scores(first, "a"), sizes)
+  gathered = scoring._gather_rewards(scores([2, 5]), sizes)
   whole = scores(list(range(6)))
   jax.tree.map(np.testing.assert_array_equal, gathered[:3], whole[:3])
   whole.extras["f/b"][first] = NAN  # logged by process 1 only
@@ -192,7 +192,7 @@ def test_training_with_a_reward_model(classifier, train_toy, tmp_path):
       assert row["reward_mean"] == pytest.approx(parts, rel=1e-4)
   # The model reads prompt and completion as one text.
   lm, params = hf.load(classifier)
-  tokenizer = tokenizer_lib.load(classifier)
+  tokenizer = tokenization.load(classifier)
   seen = []
   for sample in records.read_jsonl(tmp_path / "run" / "samples.jsonl"):
     ids = tokenizer.encode(sample["prompt"] + sample["completion"])
@@ -250,7 +250,7 @@ def test_a_step_compares_aggregated_rewards(
     samples_of(MASK), advantage=name, **several | NORMALIZED
   )
   scores = scores_of(weights)
-  values = rewards_lib.stack_values(scores)
+  values = scoring.stack_values(scores)
   scale = scale and np.float32(scale)
   batch, row = make_batch(scores.rewards, values=values, scale=scale)
   compared = multi_reward.normalize_then_sum(jnp.asarray(values), weights)
@@ -274,19 +274,19 @@ def test_a_large_offset_of_a_group_keeps_its_differences(
   scores = groups.GroupRewards(exact, {"a": exact}, np.isnan(raw), [[[]]] * 3)
   for changes in ({}, NORMALIZED):
     settings = settings_with(advantage="grpo", **changes)
-    placed, values = rewards_lib.place_rewards(settings, scores, one_device)
+    placed, values = scoring.place_rewards(settings, scores, one_device)
     placed = np.asarray(placed if values is None else values[0])
     actual, expected = (x[1] - x[1, 0] for x in (placed, raw))
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
     expected = raw[[0, 2]].astype(np.float32)
     np.testing.assert_array_equal(placed[[0, 2]], expected)
-  metrics = rewards_lib.metrics(scores)
+  metrics = scoring.metrics(scores)
   if offset:
     assert metrics["reward_mean"] == np.nanmean(total)
     assert metrics["reward_std"] == np.nanstd(total)
   # Advantages across groups use unshifted rewards.
   settings = settings_with(advantage="shrinkage")
-  placed, _ = rewards_lib.place_rewards(settings, scores, one_device)
+  placed, _ = scoring.place_rewards(settings, scores, one_device)
   np.testing.assert_array_equal(placed, total.astype(np.float32))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from grpojax.runtime import checkpoint
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config, from_config
 from grpojax.training.run import open_run, run_directory
@@ -183,7 +183,7 @@ def test_an_older_run_gets_the_defaults_of_added_settings(tmp_path, capsys):
   read = run_directory.read_config(tmp_path)
   from_config(read)
   assert read.data.options.to_dict() == {} and read.is_locked
-  assert config_lib.difference(read, config) == []
+  assert configs.difference(read, config) == []
   assert opened(tmp_path, config) is True
   config.loss.dual_clip = 3.0
   with pytest.raises(ValueError, match="loss.dual_clip: 0.0 -> 3.0"):
@@ -240,7 +240,7 @@ def test_changeable_settings_are_recorded(more_steps, tmp_path):
   for _ in range(2):
     run_directory.record_changes(tmp_path, from_config(config))
     saved = run_directory.read_config(tmp_path)
-    assert config_lib.difference(saved, config) == []
+    assert configs.difference(saved, config) == []
     (row,) = records.read_jsonl(tmp_path / "changes.jsonl")
     assert row["after_step"] == 40 and keys(row["changed"]) == changes.keys()
   for trace in ("summary.json", "model"):

@@ -8,8 +8,8 @@ import pytest
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.types import Batch, Rollout
 from grpojax.rewards.groups import GroupRewards
-from grpojax.runtime.text import tokenizer
-from grpojax.training.policy import Policy
+from grpojax.runtime.text import tokenization
+from grpojax.training.policies import Policy
 from grpojax.training.report import sample_rows
 from grpojax.training.step.resampling import ResampledBatch
 
@@ -111,7 +111,7 @@ def test_missing_numbers_are_none(case, settings_with):
 
 
 def test_token_texts_join_to_the_text():
-  characters = tokenizer.character_tokenizer()
+  characters = tokenization.character_tokenizer()
   ids = characters.encode("12 + 3\n\n= 15")
   texts = sample_rows.token_texts(characters, ids)
   assert "".join(texts) == "12 + 3\n\n= 15" and len(texts) == len(ids)

@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.environments.episodes import play_together
 from grpojax.rewards import groups
-from grpojax.training import policy as policy_lib
-from grpojax.training.step import host
-from grpojax.training.step import rewards as rewards_lib
-from grpojax.training.step import sampling as sampling_lib
+from grpojax.training import policies
+from grpojax.training.step import host, sampling, scoring
 from grpojax.training.step.host import Timer
 
 B = 4
@@ -42,7 +40,7 @@ def prompts_of(rows):
 
 
 def program_of(lm):
-  """A program like `sampling_lib.sampler_program`, without frozen weights."""
+  """A program like `sampling.sampler_program`, without frozen weights."""
   options = {"group_size": 3, "max_new_tokens": 9, "eos_ids": (1,)}
 
   def sample(params, prompts, key, first=0):
@@ -70,13 +68,13 @@ def test_halves_of_two_threads_equal_the_whole(
   args = tiny.params, prompts_of(4), jax.random.key(3), *first
   mesh = one_device if on_mesh else None
   with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-    sampler = sampling_lib.sample_halves(functools.partial(called), mesh)
+    sampler = sampling.sample_halves(functools.partial(called), mesh)
     halved = sampler(*args)
     whole = program(*args)
-  shapes, threads, meshes = zip(*calls, strict=True)
+  shapes, threads, seen = zip(*calls, strict=True)
   assert shapes == ((2, 3), (2, 3))
   assert threads[0] == threading.get_ident() != threads[1]
-  assert meshes[0] == meshes[1] == (mesh.abstract_mesh if mesh else meshes[0])
+  assert seen[0] == seen[1] == (mesh.abstract_mesh if mesh else seen[0])
   for name, value in vars(whole).items():
     if name != "logprobs":
       np.testing.assert_array_equal(getattr(halved, name), value)
@@ -86,10 +84,10 @@ def test_halves_of_two_threads_equal_the_whole(
 def test_halves_need_small_weights_two_cores_and_async_dispatch(
   monkeypatch, two_cores
 ):
-  small = jnp.zeros((sampling_lib.LARGEST_HALVED // 8 // 4, 4), jnp.float32)
+  small = jnp.zeros((sampling.LARGEST_HALVED // 8 // 4, 4), jnp.float32)
   cpu = jax.devices("cpu")[:1]
   tpu = [types.SimpleNamespace(platform="tpu")]
-  pays = sampling_lib.halves_pay
+  pays = sampling.halves_pay
   assert pays((small, small), 4, cpu)
   assert not pays(small, 3, cpu)  # odd
   assert not pays((small, small, jnp.zeros(1)), 4, cpu)
@@ -143,21 +141,21 @@ def scored(tabular, word_policy, one_device):
 
   def scored(settings, reward_pool, on_call=lambda: None):
     distribution = settings.sampling.distribution
-    program = sampling_lib.sampler_program(settings, policy, G, distribution)
+    program = sampling.sampler_program(settings, policy, G, distribution)
 
     def called(*args):
       on_call()
       return program(*args)
 
     called = functools.partial(called)
-    sampler = sampling_lib.on_sampling_mesh(called, mesh, mesh)
+    sampler = sampling.on_sampling_mesh(called, mesh, mesh)
     parts = settings.sampling.parts
     check = lambda: None
     run = host.make_sample_and_reward(
       policy, sampler, mesh, reward_pool, check, None, parts
     )
     ids = jnp.arange(B)[:, None]
-    prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")
+    prompts = meshes.place(Prompts(ids, ids >= 0), mesh, "batch")
     table = lm.init(jax.random.key(0))
     timer = Timer()
     with jax.set_mesh(mesh):
@@ -176,8 +174,8 @@ def test_rewards_begin_before_the_next_part_is_sampled(
   name, begun = rewards
   settings = settings_of(2, name)
   events = []
-  wait = policy_lib.wait
-  monkeypatch.setattr(sampling_lib, "LARGEST_HALVED", 0)  # a part, a program
+  wait = policies.wait
+  monkeypatch.setattr(sampling, "LARGEST_HALVED", 0)  # a part, a program
 
   def wait_and_record(part, check_signals):
     """Delays the second part until a reward of the first part starts."""
@@ -188,8 +186,8 @@ def test_rewards_begin_before_the_next_part_is_sampled(
     wait(part, check_signals)
     events.append("ready")
 
-  with rewards_lib.open_reward_pool(settings) as reward_pool:
-    monkeypatch.setattr(policy_lib, "wait", wait_and_record)
+  with scoring.open_reward_pool(settings) as reward_pool:
+    monkeypatch.setattr(policies, "wait", wait_and_record)
     on_call = lambda: events.append("sampling")
     parts = scored(settings, reward_pool, on_call=on_call)
     monkeypatch.undo()

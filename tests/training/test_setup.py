@@ -8,7 +8,7 @@ import pytest
 from grpojax.models import lora
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
-from grpojax.runtime.cli.config import flatten as flat
+from grpojax.runtime.cli.configs import flatten as flat
 from grpojax.training import config as config_module
 from grpojax.training.config import default_config
 from grpojax.training.optimizer import optimizer

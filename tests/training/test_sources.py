@@ -12,9 +12,9 @@ from grpojax import sft
 from grpojax.aot import programs
 from grpojax.runtime.files import hub
 from grpojax.training import config as config_module
-from grpojax.training import policy, run_models
+from grpojax.training import policies, run_models
 from grpojax.training.run import hub_pins, setup, start
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import scoring
 
 COMMIT = hub_server.COMMIT
 LATER = "b" * 40
@@ -24,7 +24,7 @@ ID = "org/tiny"
 @pytest.fixture(scope="module")
 def model():
   """A model directory."""
-  return policy.find_model(config_module.default_config().model.path)
+  return policies.find_model(config_module.default_config().model.path)
 
 
 @pytest.fixture
@@ -47,15 +47,15 @@ def same(a, b):
 
 @pytest.mark.slow
 def test_weights_are_downloaded_later_at_the_same_commit(served, model):
-  opened = policy.open_policy(ID)
+  opened = policies.open_policy(ID)
   assert opened.name == (ID, COMMIT)
   assert not [f for f in served.fetched() if f.endswith(".safetensors")]
   move(served)
-  loaded = policy.with_weights(opened)
-  same(loaded.params, policy.load_policy(str(model)).params)
+  loaded = policies.with_weights(opened)
+  same(loaded.params, policies.load_policy(str(model)).params)
   with pytest.raises(ValueError, match=f"no model at '{ID}@{LATER}'"):
-    policy.open_policy(ID)
-  same(policy.load_policy(f"{ID}@{COMMIT}").params, loaded.params)
+    policies.open_policy(ID)
+  same(policies.load_policy(f"{ID}@{COMMIT}").params, loaded.params)
 
 
 def test_shapes_need_only_config_json(served):
@@ -69,9 +69,9 @@ def test_local_paths_take_precedence_over_hub_names(
 ):
   pathlib.Path("org").mkdir()
   pathlib.Path(ID).symlink_to(model)
-  assert policy.find_model(ID).samefile(model)
-  assert policy.find_model(model.name) == model
-  assert policy.open_policy(ID).name is None
+  assert policies.find_model(ID).samefile(model)
+  assert policies.find_model(model.name) == model
+  assert policies.open_policy(ID).name is None
   assert not served.log
   with pytest.raises(ValueError, match="is for models on the Hub, but"):
     hub_pins.pin(settings_with(model__path=ID, model__revision="v1"))
@@ -79,15 +79,15 @@ def test_local_paths_take_precedence_over_hub_names(
 
 def test_errors_for_unknown_paths_and_hub_names(served):
   with pytest.raises(ValueError, match="no such path here, and the Hub shows"):
-    policy.find_model("runs/nothing")
+    policies.find_model("runs/nothing")
   with pytest.raises(ValueError, match="a directory .*or ORG/NAME of the Hug"):
-    policy.find_model("nothing")
+    policies.find_model("nothing")
   served.add("org/gguf", {"model.gguf": b"1", "README.md": b"2"})
   with pytest.raises(ValueError, match="no model at 'org/gguf@main'"):
-    policy.find_model("org/gguf")
+    policies.find_model("org/gguf")
   served.add("org/old", {"pytorch_model.bin": b"1"} | texts(served))
   with pytest.raises(ValueError, match="get the model as safetensors"):
-    policy.load_policy("org/old")
+    policies.load_policy("org/old")
 
 
 def texts(served):
@@ -102,13 +102,15 @@ def test_other_programs_accept_hub_names(served, model, tmp_path):
   config.rows = 1
   (tmp_path / "source").mkdir()
   _, params, _ = sft.start(config, tmp_path / "source")
-  whole = policy.load_policy(str(model)).params
+  whole = policies.load_policy(str(model)).params
   same(params, whole)
   _, params = run_models.load(f"{ID}@{COMMIT}")
   same(params, whole)
-  assert policy.pinned(ID) == policy.pinned(f"{ID}@main") == f"{ID}@{COMMIT}"
+  assert (
+    policies.pinned(ID) == policies.pinned(f"{ID}@main") == f"{ID}@{COMMIT}"
+  )
   for path in (model.name, str(model), "gs://a/b", "nothing"):
-    assert policy.pinned(path) == path
+    assert policies.pinned(path) == path
 
 
 LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
@@ -166,17 +168,17 @@ def test_malformed_commits_are_refused(line, settings_with):
 def test_the_reward_model_is_read_at_its_commit(
   model, monkeypatch, settings_with
 ):
-  opened = policy.open_policy(str(model))
+  opened = policies.open_policy(str(model))
   settings = settings_with(reward__model="org/judge@v1", commits=LINES)
 
   def find(path, files=hub.WHOLE):
     raise ValueError(f"{path} {len(files)}")
 
-  monkeypatch.setattr(policy, "find_model", find)
+  monkeypatch.setattr(policies, "find_model", find)
   monkeypatch.setattr(start, "find_model", find)
   whole = len(hub.WHOLE)
   part = len(hub.TEXTS)
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {whole}$"):
-    rewards_lib.open_model(settings, setup.make_mesh(settings))
+    scoring.open_model(settings, setup.make_mesh(settings))
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {part}$"):
     start._with_date(settings, opened)

@@ -9,15 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.runtime import compilation
-from grpojax.runtime.text import tokenizer as tokenizers
-from grpojax.training import policy as policy_lib
+from grpojax.runtime.text import tokenization
+from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.step import diagnosis, host
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import diagnosis, host, scoring
 
 MERGED = [("a", "b"), ("ab", "a"), ("b", "b")]
 
@@ -54,8 +53,8 @@ def test_completions_are_never_tokenized_again(
   tokenizer = ambiguous_tokenizer()
   lm = tabular.lm(1, len(tokenizer))
   params = lm.init(jax.random.key(0)).at[..., 0].set(-9.0)  # EOS is rare
-  policy = policy_lib.Policy(pathlib.Path(), lm, tokenizer, (0,), 0, params)
-  text, ids = tokenizers.encode_prompt(tokenizer, "abab")
+  policy = policies.Policy(pathlib.Path(), lm, tokenizer, (0,), 0, params)
+  text, ids = tokenization.encode_prompt(tokenizer, "abab")
   prompts = Prompts(jnp.array([ids] * 2), jnp.ones((2, len(ids)), bool))
 
   def refuse(*args, **options):
@@ -64,15 +63,15 @@ def test_completions_are_never_tokenized_again(
   for name in ("encode", "__call__", "_encode_plus", "batch_encode_plus"):
     monkeypatch.setattr(type(tokenizer), name, refuse, raising=False)
   seen = []
-  decode = policy_lib.decode
+  decode = policies.decode
 
   def spy(policy, samples, *rows):
     seen.append(jax.device_get(samples))
     return decode(policy, samples, *rows)
 
-  monkeypatch.setattr(policy_lib, "decode", spy)
+  monkeypatch.setattr(policies, "decode", spy)
   examples = [{"prompt_text": text, "answer": "1"}] * 2
-  with rewards_lib.open_reward_pool(settings) as reward_pool:
+  with scoring.open_reward_pool(settings) as reward_pool:
     _, state, step = open_step(
       settings, policy, params, optax.sgd(0.0), reward_pool
     )
@@ -160,7 +159,7 @@ def stepper(tiny, settings_with, open_step, word_policy):
   policy = word_policy(tiny.lm, (0, 1))
   examples = [{"prompt_text": "", "answer": "1"}] * rows
   rng = np.random.default_rng(0)
-  with rewards_lib.open_reward_pool(settings) as reward_pool:
+  with scoring.open_reward_pool(settings) as reward_pool:
     mesh, *held, step = open_step(
       settings, policy, tiny.params, optax.adam(1e-3), reward_pool, True
     )
@@ -168,7 +167,7 @@ def stepper(tiny, settings_with, open_step, word_policy):
     def run(length):
       ids = rng.integers(2, 11, (rows, columns)).astype(np.int32)
       prompts = Prompts(ids, np.arange(columns) < np.full((rows, 1), length))
-      prompts = mesh_lib.place(prompts_lib.trim(prompts), mesh, "batch")
+      prompts = meshes.place(prompts_lib.trim(prompts), mesh, "batch")
       held[0], row, *_ = step(held[0], prompts, examples, False)
       return row
 

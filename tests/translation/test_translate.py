@@ -15,7 +15,7 @@ import yaml
 
 from grpojax import translate
 from grpojax.runtime.cli import config_file
-from grpojax.runtime.cli.config import flatten
+from grpojax.runtime.cli.configs import flatten
 from grpojax.training.config import default_config, from_config
 from grpojax.translation import trl, verl, writing
 

@@ -23,7 +23,7 @@ from grpojax.core.decoding.sampling import (
   sample_parts,
   uniform,
 )
-from grpojax.core.mesh import constrain, runs_kernels, sample_cuts
+from grpojax.core.meshes import constrain, runs_kernels, sample_cuts
 from grpojax.core.options import frozen_options, one_or_more, option
 from grpojax.core.random_keys import random_key
 from grpojax.core.types import LM, Cache, ExtendOutput, Params, Prefix, Prompts

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, Shaped
 
-from grpojax.core.mesh import activation_spec, free_axes
+from grpojax.core.meshes import activation_spec, free_axes
 
 
 class TokenIndex(NamedTuple):

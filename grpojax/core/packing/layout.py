@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from grpojax.core.mesh import row_shards
+from grpojax.core.meshes import row_shards
 from grpojax.core.packing import Packing, Rows, Sizes
 from grpojax.core.packing.micro_batches import cuts
 

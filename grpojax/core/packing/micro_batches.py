@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key, PyTree
 
-from grpojax.core.mesh import row_shards
+from grpojax.core.meshes import row_shards
 from grpojax.core.random_keys import random_key
 
 

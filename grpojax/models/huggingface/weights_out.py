@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from grpojax.core.mesh import fetch
+from grpojax.core.meshes import fetch
 from grpojax.models.huggingface import file_checksums
 from grpojax.models.huggingface.weights import (
   INDEX,

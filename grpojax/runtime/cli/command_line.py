@@ -24,8 +24,8 @@ from ml_collections import ConfigDict
 from grpojax.core.options import Option, refusal
 from grpojax.runtime.cli import help_text
 from grpojax.runtime.cli import settings as settings_lib
-from grpojax.runtime.cli.config import flatten, nearest
 from grpojax.runtime.cli.config_file import load_file
+from grpojax.runtime.cli.configs import flatten, nearest
 from grpojax.runtime.terminal.screen import printable
 
 CONFIG = "config."

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
-from grpojax.runtime.cli.config import flatten, nearest
+from grpojax.runtime.cli.configs import flatten, nearest
 from grpojax.runtime.files import user_code
 
 

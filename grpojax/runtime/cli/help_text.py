@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 
 from grpojax.core.options import Option
 from grpojax.runtime.cli import settings as lib
-from grpojax.runtime.cli.config import flatten
 from grpojax.runtime.cli.config_file import packaged
+from grpojax.runtime.cli.configs import flatten
 
 Row = tuple[str, Any, Option]  # name, value and declaration of a setting
 

@@ -17,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict, FieldReference
 
 from grpojax.core.options import Option, interval_text, refusal, refuse
-from grpojax.runtime.cli.config import config_error, flatten, names, nearest
+from grpojax.runtime.cli.configs import config_error, flatten, names, nearest
 
 setting = Option  # a flag, or a setting of a config without a dataclass
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from grpojax.runtime.text import special_tokens as special_tokens_lib
 from grpojax.runtime.text.chat_template import DATE, set_messages
-from grpojax.runtime.text.tokenizer import (
+from grpojax.runtime.text.tokenization import (
   TEMPLATE,
   each_text,
   encode_text,

@@ -21,7 +21,7 @@ from grpojax.core import group_axis
 from grpojax.data.datasets import DATASETS
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.functions import label
-from grpojax.runtime.cli.config import config_error, nearest
+from grpojax.runtime.cli.configs import config_error, nearest
 from grpojax.training.settings.run import TrainSettings
 
 SECTION = "data.mixture"

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.types import Prompts
 from grpojax.data import pipeline
 from grpojax.environments import conventions
 from grpojax.rewards import exact_ids
-from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.training.policy import Policy
+from grpojax.runtime.text import tokenization
+from grpojax.training.policies import Policy
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 
@@ -42,7 +42,7 @@ def encoder(settings: TrainSettings, policy: Policy):
   """Returns `(prompt) -> (text, ids)` in the policy's format."""
   data = settings.data
   return functools.partial(
-    tokenizer_lib.encode_prompt,
+    tokenization.encode_prompt,
     policy.tokenizer,
     template=data.template,
     system_prompt=data.system_prompt,
@@ -105,7 +105,7 @@ def take(
   prompts, examples = zip(*(next(batches) for _ in range(count)), strict=True)
   joined = jax.tree.map(lambda *x: np.concatenate(x), *prompts)
   flat = [*itertools.chain(*examples)]
-  return mesh_lib.place(trim(joined), mesh, "batch"), flat
+  return meshes.place(trim(joined), mesh, "batch"), flat
 
 
 def training_batches(

@@ -24,7 +24,7 @@ from grpojax.data.pipeline import Mixture, Part
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training.data import mixtures, prompts
-from grpojax.training.policy import Policy
+from grpojax.training.policies import Policy
 from grpojax.training.run import hub_pins, run_directory
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings

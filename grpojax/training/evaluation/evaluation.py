@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Params, Prompts
 from grpojax.data.pipeline import Subset
@@ -27,13 +27,13 @@ from grpojax.rewards.pool import Failure
 from grpojax.runtime.terminal.screen import printable
 from grpojax.statistics import intervals
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.data import mixtures
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
-from grpojax.training.policy import Policy
+from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import scoring
 
 CORRECT = 1.0  # minimum reward of a correct completion
 VOTING = ("exact_answer", *functions.READ_ANSWERS)
@@ -86,7 +86,7 @@ def _in_common(
 
 
 def held_out_problems(
-  settings: TrainSettings, names: Sequence[str], policies: Sequence[Policy]
+  settings: TrainSettings, names: Sequence[str], models: Sequence[Policy]
 ) -> list[HeldOut]:
   """Returns the held-out problems that fit all models, in each model's format.
 
@@ -97,7 +97,7 @@ def held_out_problems(
 
   def for_each(function, *columns):
     results = []
-    for name, *values in zip(names, policies, *columns, strict=True):
+    for name, *values in zip(names, models, *columns, strict=True):
       try:
         results.append(function(*values))
       except ValueError as error:
@@ -109,10 +109,10 @@ def held_out_problems(
   splits = for_each(lambda p: load_split(settings, p, "test"))
   settings = splits_lib.with_prompt_length(settings, *splits)
   lengths = settings.data.max_prompt_length, settings.sampling.max_new_tokens
-  check = policy_lib.check_positions
+  check = policies.check_positions
   for_each(lambda p: check(p.directory, *lengths, p.ignore_keys))
-  resolved = rewards_lib.resolve_functions(settings)
-  rewards_lib.check_columns(settings, resolved, splits[0])
+  resolved = scoring.resolve_functions(settings)
+  scoring.check_columns(settings, resolved, splits[0])
   examples = [split.examples for split in splits]
   if any(split.dropped for split in splits):
     examples = _in_common(names, splits)
@@ -130,7 +130,7 @@ def evaluate(
   params: Params,
   sampler: Callable[..., Any],
   batches: Iterable[tuple[Prompts, list[dict[str, Any]]]],
-  reward_pool: rewards_lib.RewardPool,
+  reward_pool: scoring.RewardPool,
   step: int,
   mesh: jax.sharding.Mesh | None = None,
   check_signals: Callable[..., None] = lambda together=False: None,
@@ -154,23 +154,23 @@ def evaluate(
   on_progress(0)
   for i, (prompts, examples) in enumerate(batches):
     check_signals(together=True)
-    examples = rewards_lib.with_step(pool, examples, step, settings.steps)
+    examples = scoring.with_step(pool, examples, step, settings.steps)
     # Empty prompts fill the last batch, so that a single program compiles.
     missing = settings.eval.batch_size - len(prompts.prompt_ids)
     pad = lambda x, n=missing: np.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1))
     padded = jax.tree.map(pad, prompts)
     if mesh is not None:
-      padded = mesh_lib.place(padded, mesh, "batch")
+      padded = meshes.place(padded, mesh, "batch")
     sampled = sampler(
       params, padded, examples, jax.random.fold_in(key, i), check_signals
     )
-    decoded, scores = rewards_lib.compute_rewards(
+    decoded, scores = scoring.compute_rewards(
       policy, reward_pool, examples, sampled, check_signals
     )
-    rewards.append(rewards_lib.correctness(reward_pool, scores, examples))
+    rewards.append(scoring.correctness(reward_pool, scores, examples))
     texts += decoded
     evaluated += examples
-    mask = mesh_lib.fetch(sampled.rollout.completion_mask)[: len(examples)]
+    mask = meshes.fetch(sampled.rollout.completion_mask)[: len(examples)]
     lengths.append(np.sum(mask, axis=-1))
     failures += groups.all_failures(scores)
     on_progress(len(evaluated))
@@ -197,7 +197,7 @@ def answer_reader(settings: TrainSettings, name: str) -> Answer:
   """Returns the function that extracts answers for a reward of `VOTING`."""
   if name == "exact_answer":
     return lambda completion, prompt: exact.given_answer(completion)
-  options = rewards_lib.reward_options(settings)[name]
+  options = scoring.reward_options(settings)[name]
   return functools.partial(math.given_answer, **options)
 
 

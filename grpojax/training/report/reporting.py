@@ -23,12 +23,12 @@ from grpojax.models.huggingface import file_checksums
 from grpojax.reports import comparisons, curves
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import checkpoint
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import pictures, trackers
 from grpojax.runtime.terminal.screen import printable
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.config import to_config
 from grpojax.training.data import prompts, splits
 from grpojax.training.evaluation import best, evaluation
@@ -132,7 +132,7 @@ def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
 
   def open_here() -> None:
     ids = _ids(run)
-    config = config_lib.flatten(to_config(run.settings))
+    config = configs.flatten(to_config(run.settings))
     tracked_run = trackers.TrackedRun(
       run.directory, run.settings.name, config, step
     )
@@ -318,7 +318,7 @@ def finish(
   if not distributed.on_main(lambda: file_checksums.intact(model)):
     if distributed.is_main():  # it may have been killed after this
       run_directory.remove_model(run.directory)
-    whole = policy_lib.whole_params(run.policy, params)
+    whole = policies.whole_params(run.policy, params)
     source = run.policy.directory
     keys = run.policy.ignore_keys
     hf.save(model, whole, source, dtype="float32", ignore_keys=keys)

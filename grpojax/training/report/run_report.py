@@ -13,7 +13,7 @@ from typing import Any
 from grpojax.reports import comparisons, completions, curves
 from grpojax.reports.metric_groups import layout
 from grpojax.reports.page import page
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config
 from grpojax.training.report import verdict
@@ -100,7 +100,7 @@ def _failures(rows: Rows) -> dict[str, Any]:
 
 def _flat(config: Any) -> dict[str, str]:
   """Returns the `repr` of each setting by dotted name."""
-  return {name: repr(x) for name, x in config_lib.flatten(config).items()}
+  return {name: repr(x) for name, x in configs.flatten(config).items()}
 
 
 def _read(path: pathlib.Path, name: str, finished: bool, budget: int) -> dict:
@@ -113,9 +113,9 @@ def _read(path: pathlib.Path, name: str, finished: bool, budget: int) -> dict:
   changes = read_rows(path / run_directory.CHANGES, notes, "after_step")
   samples, about = read_samples(path / run_directory.SAMPLES, notes, budget)
   try:
-    config = config_lib.from_json((path / run_directory.CONFIG).read_text())
+    config = configs.from_json((path / run_directory.CONFIG).read_text())
   except (OSError, ValueError):
-    config = config_lib.from_json("{}")
+    config = configs.from_json("{}")
     notes.append(f"{run_directory.CONFIG} is missing or cannot be read")
   finished = finished or run_directory.is_finished(path)
   last = max((row["step"] for row in metrics), default=0)

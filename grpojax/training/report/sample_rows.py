@@ -38,11 +38,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.types import Batch
 from grpojax.runtime.processes import distributed
-from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.training.policy import Policy
+from grpojax.runtime.text import tokenization
+from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.resampling import ResampledBatch
 
@@ -93,7 +93,7 @@ def of_batch(
   if samples.turns is not None:
     arrays |= {"turns": samples.turns, "turn_rewards": samples.turn_rewards}
   # All processes take part in the transfer; only the main process goes on.
-  arrays = mesh_lib.fetch({k: v for k, v in arrays.items() if v is not None})
+  arrays = meshes.fetch({k: v for k, v in arrays.items() if v is not None})
   if not distributed.is_main():
     return []
   groups = min(settings.log.sample_groups, len(filled.drawn_groups))
@@ -124,7 +124,7 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
     # Tokens of the environment have no log-probabilities.
     for name in sample.keys() & {"logprobs", *TRAINING_LOGPROBS}:
       sample[name] = np.where(sample["turns"] >= 0, sample[name], np.nan)
-  text = tokenizer_lib.decode_completion(
+  text = tokenization.decode_completion(
     policy.tokenizer, ids, last_turn, policy.ends
   )
   return {

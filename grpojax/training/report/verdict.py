@@ -10,7 +10,7 @@ import numpy as np
 from grpojax.reports.curves import is_number
 from grpojax.statistics.intervals import mean_interval
 from grpojax.training.evaluation import best
-from grpojax.training.run import progress as progress_lib
+from grpojax.training.run import progress
 from grpojax.training.run.progress import STOP_CONDITIONS, Progress, Row
 
 _UNTAUGHT = {
@@ -69,7 +69,7 @@ def _ended_early(run: Facts) -> bool:
 def _progress(run: Facts) -> Progress:
   absent = dict.fromkeys(STOP_CONDITIONS, 0) | {"train_seconds": 0}
   rows = (absent | row for row in run.steps)
-  return functools.reduce(progress_lib.after, rows, Progress())
+  return functools.reduce(progress.after, rows, Progress())
 
 
 def _accuracies(run: Facts) -> str:
@@ -83,7 +83,7 @@ def _stop(run: Facts) -> str | None:
   """Returns the name of the `stop` setting that ended the run, if any."""
   if run.finished or not _ended_early(run):
     return None
-  return progress_lib.stop_condition(_progress(run), run.limits)
+  return progress.stop_condition(_progress(run), run.limits)
 
 
 def _untaught(row: Row) -> str:

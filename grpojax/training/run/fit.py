@@ -33,7 +33,7 @@ from grpojax.training.run.progress import Progress
 from grpojax.training.run.start import Run
 from grpojax.training.settings.batches import draw_parts, samples_per_step
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import device, difficulty, host, reference, rewards
+from grpojax.training.step import device, difficulty, host, reference, scoring
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step.diagnosis import make_update_group_size
 
@@ -78,7 +78,7 @@ class _PromptStream:
       raise Stopped(str(error)) from error
     pool = run.reward_pool.pool
     steps = run.settings.steps
-    return prompts, rewards.with_step(pool, examples, step - 1, steps)
+    return prompts, scoring.with_step(pool, examples, step - 1, steps)
 
 
 def remaining_steps(

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpojax.data.datasets import HUB
 from grpojax.models import huggingface as hf
-from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.files import hub
 from grpojax.training.data import mixtures
 from grpojax.training.run import run_storage

@@ -25,13 +25,12 @@ from grpojax.models.huggingface.file_checksums import fingerprint
 from grpojax.rewards import functions
 from grpojax.runtime import checkpoint
 from grpojax.runtime.checkpoint import stored_arrays
-from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import command_line, configs
 from grpojax.runtime.files import disk, hub, run_lock, user_code
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal.screen import Screen
-from grpojax.runtime.text import tokenizer
-from grpojax.training import policy as policy_lib
+from grpojax.runtime.text import tokenization
+from grpojax.training import policies
 from grpojax.training.config import to_config
 from grpojax.training.data import splits as splits_lib
 from grpojax.training.optimizer import learning_rate
@@ -40,8 +39,7 @@ from grpojax.training.run import hub_pins, run_directory, run_storage, start
 from grpojax.training.run.progress import Progress, from_notes
 from grpojax.training.run.start import Run
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import pending as pending_lib
-from grpojax.training.step import reference
+from grpojax.training.step import pending, reference
 
 # Settings.
 
@@ -51,7 +49,7 @@ def as_begun(settings: TrainSettings, directory: pathlib.Path) -> TrainSettings:
   saved = run_directory.saved(directory)
   if not saved:
     return settings
-  values = config_lib.flatten(saved.config)
+  values = configs.flatten(saved.config)
   date = values.get(f"data.template_options.{run_directory.DATE}")
   length = values.get("data.max_prompt_length")
   if not isinstance(length, int) or not run_directory.has_begun(directory):
@@ -70,7 +68,7 @@ def settle(
   """
   if distributed.several():
     distributed.check_same(
-      configuration=config_lib.to_json(to_config(settings)),
+      configuration=configs.to_json(to_config(settings)),
       packages=f"jax {jax.__version__}",
       code=_code(),
     )
@@ -126,7 +124,7 @@ def _user_files(settings: TrainSettings) -> dict[str, str]:
 def _model_files(path: str) -> str:
   if hub.parse(path) and not hf.exists(path):
     return "from the Hub"  # the commit is the same in all processes
-  return fingerprint(policy_lib.find_model(path))
+  return fingerprint(policies.find_model(path))
 
 
 # Opening.
@@ -177,7 +175,7 @@ def open_all(
     first = not distributed.on_main(config.is_file)
     if not first:
       distributed.on_main(hold)
-    today = distributed.on_main(tokenizer.today)
+    today = distributed.on_main(tokenization.today)
     with distributed.agreed():
       # Check everything, and that all processes read the same examples.
       run = start.check(settings, directory, stack, check_signals, today)
@@ -305,7 +303,7 @@ def resume(
     state = state.replace(reference=reference.to_device(state.reference))
     state = checkpoint.restore(checkpointer, state, step)
     state = reference.state_to_memory(state, run.settings)
-    state = pending_lib.from_stored(state, run.mesh)
+    state = pending.from_stored(state, run.mesh)
     print(f"resuming after step {step}", flush=True)
     if changed and state.pending is not None:
       text = "discarding the pending rollout: it was sampled with old inputs"

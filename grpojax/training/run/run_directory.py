@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from grpojax.runtime import checkpoint
-from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import configs
 from grpojax.runtime.cli import settings as settings_lib
 from grpojax.runtime.files import records
 from grpojax.runtime.files.run_lock import LOCK
@@ -74,7 +74,7 @@ class SavedConfig(NamedTuple):
 def saved(path: Path) -> SavedConfig | None:
   """Reads the config of a run directory; None without a valid file."""
   try:
-    config = config_lib.from_json((pathlib.Path(path) / CONFIG).read_text())
+    config = configs.from_json((pathlib.Path(path) / CONFIG).read_text())
     if "path" not in (config.get("model") or {}):
       return None
     return SavedConfig(*settings_lib.fill_in(config, SETTINGS))
@@ -106,7 +106,7 @@ def read_config(path: Path) -> ConfigDict:
 
 def write_config(path: Path, settings: TrainSettings) -> None:
   """Writes the settings of a run to its config.json."""
-  text = config_lib.to_json(to_config(settings))
+  text = configs.to_json(to_config(settings))
   records.write_text(pathlib.Path(path) / CONFIG, text)
 
 
@@ -115,7 +115,7 @@ def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
   run = saved(path)
   if not run:
     return [], []
-  lines = config_lib.difference(run.config, to_config(settings))
+  lines = configs.difference(run.config, to_config(settings))
   if settings_lib.key_errors(SETTINGS, run.config):
     return [], lines  # an invalid file
   allowed = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]

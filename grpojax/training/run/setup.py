@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import jax
 import optax
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.losses.entropy import init_control
 from grpojax.core.random_keys import seed_key
 from grpojax.core.step import init_state
 from grpojax.core.types import LM, Params, TrainState
 from grpojax.models import sharding
-from grpojax.runtime.cli.config import config_error
-from grpojax.statistics import group_size as group_size_lib
-from grpojax.training import policy as policy_lib
-from grpojax.training.policy import Policy
+from grpojax.runtime.cli.configs import config_error
+from grpojax.statistics import group_size
+from grpojax.training import policies
+from grpojax.training.policies import Policy
 from grpojax.training.run import hub_pins
 from grpojax.training.settings.run import AUTO, TrainSettings
 
@@ -31,9 +31,9 @@ def make_mesh(
   if not devices:
     remedy = "leaves no device for training: use fewer"
     raise ValueError(config_error("mesh.sampling_devices", reserved, remedy))
-  sizes = {axis: getattr(settings.mesh, axis) for axis in mesh_lib.AXES}
+  sizes = {axis: getattr(settings.mesh, axis) for axis in meshes.AXES}
   try:
-    return mesh_lib.make_mesh(**sizes, devices=devices)
+    return meshes.make_mesh(**sizes, devices=devices)
   except ValueError as error:
     if not reserved:
       raise
@@ -45,11 +45,11 @@ def open_policy(settings: TrainSettings) -> Policy:
   """Opens the model without weights; ValueError for unusable files or loss."""
   model = settings.model
   path = hub_pins.model(settings)
-  policy = policy_lib.open_policy(
+  policy = policies.open_policy(
     path, model.dtype, model.remat, model.attention, model.ignore_keys
   )
   check_model(settings, policy.lm)
-  return policy_lib.with_stop(policy, settings.sampling.stop)
+  return policies.with_stop(policy, settings.sampling.stop)
 
 
 def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
@@ -59,7 +59,7 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
     return policy
   path = hub_pins.pinned(settings, model.teacher)
   try:
-    teacher = policy_lib.open_policy(
+    teacher = policies.open_policy(
       path, model.dtype, "none", model.attention, model.ignore_keys
     )
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
@@ -100,14 +100,14 @@ def with_weights(
   shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)
   dtype = settings.model.dtype
   if policy.teacher:
-    teacher = policy_lib.with_weights(policy.teacher, dtype, shardings)
+    teacher = policies.with_weights(policy.teacher, dtype, shardings)
     policy = policy._replace(teacher=teacher)
   if not settings.lora.rank:
-    return policy_lib.with_weights(policy, "float32", shardings)
+    return policies.with_weights(policy, "float32", shardings)
   # Frozen weights get no updates, so the precision of computation suffices.
-  policy = policy_lib.with_weights(policy, dtype, shardings)
+  policy = policies.with_weights(policy, dtype, shardings)
   options = dataclasses.asdict(settings.lora)
-  return policy_lib.with_adapters(policy, seed_key(settings.seed), **options)
+  return policies.with_adapters(policy, seed_key(settings.seed), **options)
 
 
 def first_state(
@@ -119,4 +119,4 @@ def first_state(
   if settings.group_size != AUTO:
     return state
   start = settings.auto_group_size.start
-  return state.replace(group_size=group_size_lib.init_choice(start))
+  return state.replace(group_size=group_size.init_choice(start))

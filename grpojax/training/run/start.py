@@ -19,10 +19,10 @@ from grpojax.runtime.files import hub, records
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import trackers
 from grpojax.runtime.terminal.screen import Screen
-from grpojax.runtime.text import tokenizer
+from grpojax.runtime.text import tokenization
 from grpojax.training.data import prompts, splits
 from grpojax.training.optimizer import optimizer
-from grpojax.training.policy import Policy, check_positions, find_model
+from grpojax.training.policies import Policy, check_positions, find_model
 from grpojax.training.run import (
   hub_pins,
   memory,
@@ -32,9 +32,8 @@ from grpojax.training.run import (
 )
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import difficulty, episodes
+from grpojax.training.step import difficulty, episodes, scoring
 from grpojax.training.step import reference as reference_lib
-from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.sampling import make_sampler
 
 LARGE = 50_000_000  # fewest parameters for which learning rates are checked
@@ -51,7 +50,7 @@ class Run(NamedTuple):
   mesh: jax.sharding.Mesh
   train: splits.Split
   held_out: splits.Split
-  reward_pool: rewards_lib.RewardPool | None = None  # set by `check`
+  reward_pool: scoring.RewardPool | None = None  # set by `check`
   shardings: TrainState | None = None  # of the state, set by `start`
   ref_params: Params | None = None  # fixed reference, if any
   greedy: Any = None  # sampler of evaluations, see `make_sampler`
@@ -93,9 +92,9 @@ def check(
   check_signals()
   if settings.diagnostics.every and settings.diagnostics.last_layers:
     last_layers(policy.params, settings.diagnostics.last_layers)
-  reward_model = rewards_lib.open_model(settings, mesh)
+  reward_model = scoring.open_model(settings, mesh)
   reward_pool = stack.enter_context(
-    rewards_lib.open_reward_pool(settings, reward_model)
+    scoring.open_reward_pool(settings, reward_model)
   )
   environment = reward_pool.environment
   if environment is not None:
@@ -114,7 +113,7 @@ def read_inputs(
   """Performs the part of `check` before weights are loaded."""
   for name in settings.log.trackers:
     trackers.opener(name)
-  rewards = rewards_lib.resolve_functions(settings)
+  rewards = scoring.resolve_functions(settings)
   policy = setup.with_teacher(settings, setup.open_policy(settings))
   settings = _with_date(settings, policy, today)
   mesh = setup.make_mesh(settings)
@@ -134,7 +133,7 @@ def read_inputs(
     new_tokens = settings.sampling.max_new_tokens
     check_positions(model.directory, longest, new_tokens, model.ignore_keys)
   for split in (train, held_out):
-    rewards_lib.check_columns(settings, rewards, split)
+    scoring.check_columns(settings, rewards, split)
   if train.dropped or held_out.dropped:
     print(
       f"dropped {train.dropped} training and {held_out.dropped} held-out "
@@ -158,10 +157,10 @@ def _with_date(
   tokenizers = [policy.tokenizer]
   if settings.reward.model:
     path = hub_pins.pinned(settings, settings.reward.model)
-    tokenizers.append(tokenizer.load(find_model(path, hub.TEXTS)))
-  if not any(map(tokenizer.asks_for_date, tokenizers)):
+    tokenizers.append(tokenization.load(find_model(path, hub.TEXTS)))
+  if not any(map(tokenization.asks_for_date, tokenizers)):
     return settings
-  return run_directory.with_found(settings, today or tokenizer.today())
+  return run_directory.with_found(settings, today or tokenization.today())
 
 
 def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:

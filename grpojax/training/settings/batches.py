@@ -3,7 +3,7 @@
 import jax
 from jax.sharding import Mesh
 
-from grpojax.core.mesh import check_rows, sampling_mesh
+from grpojax.core.meshes import check_rows, sampling_mesh
 from grpojax.core.packing import micro_batches
 from grpojax.training.settings.run import AUTO, TrainSettings
 

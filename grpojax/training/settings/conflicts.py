@@ -22,8 +22,8 @@ from grpojax.core.turns import check_credit
 from grpojax.core.update import off_policy_conflicts
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.rewards.functions import workers_for
-from grpojax.runtime.cli.config import config_error, name_errors
-from grpojax.runtime.text import tokenizer
+from grpojax.runtime.cli.configs import config_error, name_errors
+from grpojax.runtime.text import tokenization
 from grpojax.training.data import mixtures
 from grpojax.training.report import profiling
 from grpojax.training.run import hub_pins
@@ -135,13 +135,13 @@ def _texts(s: TrainSettings) -> Rows:
     re.compile(s.lora.targets)
   except re.error as error:
     yield "lora.targets", f"is not a regular expression: {error}"
-  if not tokenizer.is_template(s.data.template):
-    yield "data.template", tokenizer.TEMPLATE
+  if not tokenization.is_template(s.data.template):
+    yield "data.template", tokenization.TEMPLATE
   stop = s.sampling.stop
   prompt = s.model.reference_prompt
   if not all(isinstance(x, str) and x for x in stop):
     yield "sampling.stop", "must be non-empty strings"
-  if prompt and "prompt" not in (tokenizer.fields(prompt) or ()):
+  if prompt and "prompt" not in (tokenization.fields(prompt) or ()):
     remedy = "must contain {prompt}; double the braces that are not a field"
     yield "model.reference_prompt", remedy
   texts = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.advantages.multi_reward import AGGREGATIONS
 from grpojax.core.batch import make_batch
 from grpojax.core.losses.truncation import TRUNCATED
@@ -58,7 +58,7 @@ def in_baseline(
   """Returns True for completions in their group's baseline, on the host."""
   rewarded = np.isfinite(rewards)
   if settings.loss.truncated == "drop":
-    rewarded &= mesh_lib.fetch(rollout.finished)
+    rewarded &= meshes.fetch(rollout.finished)
   return rewarded
 
 
@@ -89,9 +89,9 @@ def plan_packing(
   # The baseline includes masked completions, so a KL penalty in the reward
   # needs their tokens.
   if settings.loss.truncated == "mask" and not settings.loss.kl_in_reward:
-    needed &= mesh_lib.fetch(rollout.finished)
-  mask = mesh_lib.fetch(rollout.completion_mask)
-  prompt_mask = mesh_lib.fetch(rollout.prompt_mask)
+    needed &= meshes.fetch(rollout.finished)
+  mask = meshes.fetch(rollout.completion_mask)
+  prompt_mask = meshes.fetch(rollout.prompt_mask)
   planned = packing_layout.plan(
     # Completions of length 0 get no place in the rows.
     np.where(needed, np.sum(mask, axis=-1), 0),
@@ -101,7 +101,7 @@ def plan_packing(
     settings.optim.update.minibatches,
     settings.optim.update.micro_batches,
   )
-  return mesh_lib.place(planned, mesh, "batch")
+  return meshes.place(planned, mesh, "batch")
 
 
 def make_batch_program(settings: TrainSettings, ref_lm: LM | None = None):

@@ -6,10 +6,10 @@ from typing import Any
 
 import optax
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.step import make_grpo_step
 from grpojax.core.types import Params, Prompts, TrainState
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import reference
@@ -19,7 +19,7 @@ from grpojax.training.step.host import StepResult
 
 def make_device_program(
   settings: TrainSettings,
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   group_size: int,
   tx: optax.GradientTransformation,
   shardings: TrainState,
@@ -49,14 +49,14 @@ def make_device_program(
     )
     return run(state, prompts, ref_params)
 
-  return policy_lib.jit(
+  return policies.jit(
     policy, step, donate_argnums=1, out_shardings=(shardings, None)
   )
 
 
 def make_device_step(
   settings: TrainSettings,
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   group_size: int,
   tx: optax.GradientTransformation,
   ref_params: Params | None,
@@ -68,7 +68,7 @@ def make_device_step(
   neither samples nor failures.
   """
   args = settings, policy, group_size, tx, shardings
-  shards = mesh_lib.row_shards(mesh_lib.mesh_of(shardings))
+  shards = meshes.row_shards(meshes.mesh_of(shardings))
   diagnose = make_diagnose(settings, shards, policy.vmappable)
   plain = make_device_program(*args)
   with_diagnosis = make_device_program(*args, diagnose)
@@ -83,6 +83,6 @@ def make_device_step(
     ref = reference.to_device(ref_params if following is None else following)
     state, metrics = program(state, prompts, ref)
     state = state.replace(reference=following)
-    return StepResult(state, mesh_lib.fetch(metrics), [], [])
+    return StepResult(state, meshes.fetch(metrics), [], [])
 
   return step

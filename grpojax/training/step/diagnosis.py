@@ -30,8 +30,7 @@ from grpojax.core.group_axis import present
 from grpojax.core.objective import advantage_fn
 from grpojax.core.types import LM, Params, Rollout, TrainState
 from grpojax.models.transformer import last_layers
-from grpojax.statistics import advantage_errors, diagnostics
-from grpojax.statistics import group_size as group_size_lib
+from grpojax.statistics import advantage_errors, diagnostics, group_size
 from grpojax.training.settings.run import TrainSettings
 
 
@@ -114,7 +113,7 @@ def make_diagnose(
 def make_update_group_size(settings: TrainSettings, shardings: TrainState):
   """Returns a function that adapts an "auto" group size to the metrics."""
   options = dataclasses.asdict(settings.auto_group_size)
-  observe = bind(group_size_lib.observe, **options)
+  observe = bind(group_size.observe, **options)
   observe = jax.jit(observe, out_shardings=shardings.group_size)
 
   def update_group_size(state: TrainState, row: Mapping[str, Any]):

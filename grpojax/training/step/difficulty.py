@@ -14,19 +14,19 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.binding import bind
 from grpojax.core.types import Prompts, TrainState
 from grpojax.data.drawn import ENDLESS
 from grpojax.data.pipeline import Mixture
-from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.processes import distributed
 from grpojax.statistics import prompt_sampling, success_rates
 from grpojax.statistics.prompt_sampling import Stratum
 from grpojax.statistics.success_rates import PRIORITIES, SuccessRates
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation.evaluation import CORRECT
-from grpojax.training.policy import Policy
+from grpojax.training.policies import Policy
 from grpojax.training.settings.batches import group_sizes, samples_per_step
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import TrainSettings
@@ -91,7 +91,7 @@ def draw(
   """
   difficulty = settings.difficulty
   step = int(state.step)
-  rates = mesh_lib.fetch(state.difficulty)
+  rates = meshes.fetch(state.difficulty)
   seed = np.random.SeedSequence(settings.seed, spawn_key=(step,))
   options = dataclasses.asdict(difficulty) | {"group_size": group_size}
   options["target"] = _aim(settings, step)
@@ -123,7 +123,7 @@ def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
   options = dataclasses.asdict(settings.difficulty)
   observe = bind(success_rates.observe, **options)
   observe = jax.jit(observe, out_shardings=shardings.difficulty)
-  mesh = mesh_lib.mesh_of(shardings)
+  mesh = meshes.mesh_of(shardings)
 
   def update_success_rates(
     state: TrainState,
@@ -133,7 +133,7 @@ def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
     # A comparison alone would turn NaN, no judgement, into False.
     correct = np.where(np.isnan(correctness), np.nan, correctness >= CORRECT)
     indices = np.array([example[INDEX] for example in examples], np.int32)
-    arrays = mesh_lib.place((indices, correct.astype(np.float32)), mesh)
+    arrays = meshes.place((indices, correct.astype(np.float32)), mesh)
     return state.replace(difficulty=observe(state.difficulty, *arrays))
 
   return update_success_rates
@@ -147,7 +147,7 @@ def metrics(
   Mean and standard deviation are over all prompts; `prompts_seen` is the share
   with observations; effective prompts are (sum w)^2 / sum w^2.
   """
-  rates = mesh_lib.fetch(state.difficulty)
+  rates = meshes.fetch(state.difficulty)
   a, b = success_rates.posterior(rates)
   numbers = {example[INDEX] for example in examples}
   row: dict[str, int | float] = {
@@ -158,7 +158,7 @@ def metrics(
     "prompts_asked": len(numbers),
   }
   if prompts.weights is not None:
-    w = np.asarray(mesh_lib.fetch(prompts.weights), np.float64)
+    w = np.asarray(meshes.fetch(prompts.weights), np.float64)
     row["importance_weight_max"] = float(np.max(w))
     row["effective_prompts"] = float(np.sum(w) ** 2 / np.sum(w**2))
   return row

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, UInt
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params, Prompts, Rollout
@@ -21,9 +21,9 @@ from grpojax.environments.episodes import Answer, Turn
 from grpojax.environments.pool import Call, EnvironmentPool, check_replay
 from grpojax.environments.protocol import Step
 from grpojax.runtime.processes import distributed
-from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.runtime.text import tokenization
 from grpojax.runtime.text.turns import Observation, TurnEncoder
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.settings.inputs import DataSettings
 from grpojax.training.settings.run import TrainSettings
@@ -47,7 +47,7 @@ class Sampled(NamedTuple):
 def sampled(rollout: Rollout, *records: Any) -> Sampled:
   """Returns `Sampled`; starts to gather the arrays for rewards."""
   names = "completion_ids", "completion_mask", "finished", "turns"
-  read = mesh_lib.whole({name: getattr(rollout, name) for name in names})
+  read = meshes.whole({name: getattr(rollout, name) for name in names})
   return Sampled(rollout, read, *records)
 
 
@@ -60,7 +60,7 @@ def open_pool(settings: TrainSettings) -> EnvironmentPool:
 
 def make_programs(
   settings: TrainSettings,
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   group_size: int,
   sampling: Sampling,
   record_experts: bool,
@@ -84,14 +84,14 @@ def make_programs(
   feed = functools.partial(chunks.feed, sampling=sampling)
   in_place = {"static_argnames": "slots", "donate_argnums": 2}
   return episodes.Programs(
-    policy_lib.jit(policy, begin),
-    policy_lib.jit(policy, decode, **in_place),
-    policy_lib.jit(policy, feed, **in_place),
+    policies.jit(policy, begin),
+    policies.jit(policy, decode, **in_place),
+    policies.jit(policy, feed, **in_place),
     jax.jit(chunks.finish),
   )
 
 
-def encoder(settings: TrainSettings, policy: policy_lib.Policy) -> TurnEncoder:
+def encoder(settings: TrainSettings, policy: policies.Policy) -> TurnEncoder:
   """Returns the encoder of observations; ValueError for a bad template."""
   environment = settings.environment
   data = settings.data
@@ -108,7 +108,7 @@ def encoder(settings: TrainSettings, policy: policy_lib.Policy) -> TurnEncoder:
 
 def check(
   settings: TrainSettings,
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   pool: EnvironmentPool,
   example: dict[str, Any],
   check_signals: Callable[[], None] = lambda: None,
@@ -190,7 +190,7 @@ def join_prompt(
 
 def make_player(
   settings: TrainSettings,
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   group_size: int,
   sampling: Sampling,
   pool: EnvironmentPool,
@@ -221,7 +221,7 @@ def make_player(
     check_signals: Callable[[], None] = lambda: None,
   ) -> Generator[Any, None, Sampled]:
     shape = len(prompts.prompt_ids), group_size
-    seeds = mesh_lib.fetch(episode_seeds(key, *first_prompt, shape=shape))
+    seeds = meshes.fetch(episode_seeds(key, *first_prompt, shape=shape))
     failed = Answer((), settings.environment.failed_reward, True)
     table = _Episodes(
       policy, pool, encode, examples, seeds, failed, check_signals
@@ -232,7 +232,7 @@ def make_player(
       longest = settings.data.max_prompt_length
       joined = table.join_prompts(join, observed, longest)
       if mesh is not None:
-        joined = mesh_lib.place(joined, mesh, "batch")
+        joined = meshes.place(joined, mesh, "batch")
       prompts = prompts.replace(**joined)
     # Decode and step the environments in turn until all episodes end.
     rollout = yield from episodes.play(
@@ -244,11 +244,11 @@ def make_player(
       *first_prompt,
       max_turns=settings.environment.max_turns,
       end=table.end if pool.ends else None,
-      wait=functools.partial(policy_lib.wait, check_signals=check_signals),
+      wait=functools.partial(policies.wait, check_signals=check_signals),
     )
     if mesh is not None:
-      rollout = mesh_lib.map_rows(
-        lambda x, *names: mesh_lib.place(x, mesh, *names), rollout
+      rollout = meshes.map_rows(
+        lambda x, *names: meshes.place(x, mesh, *names), rollout
       )
     # Transcripts show the prompt with its observation.
     for i, group in zip(table.prompts, table.transcripts, strict=True):
@@ -286,7 +286,7 @@ def _in_order(
 class _Episodes:
   """Environments of a batch of trajectories, divided among the processes."""
 
-  policy: policy_lib.Policy
+  policy: policies.Policy
   pool: EnvironmentPool
   encode: TurnEncoder
   examples: Sequence[dict[str, Any]]
@@ -429,7 +429,7 @@ class _Episodes:
 
   def _text(self, turn: Turn) -> str:
     mask = np.ones(len(turn.ids), bool)
-    return tokenizer_lib.decode_completion(
+    return tokenization.decode_completion(
       self.policy.tokenizer, turn.ids, mask, self.policy.ends
     )
 

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.step import diagnosis_key
 from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
@@ -31,14 +31,19 @@ from grpojax.environments.episodes import play_together
 from grpojax.rewards import groups
 from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import abandon
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.data import mixtures
 from grpojax.training.report import sample_rows
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import difficulty, episodes, reference, resampling
+from grpojax.training.step import (
+  difficulty,
+  episodes,
+  reference,
+  resampling,
+  scoring,
+)
 from grpojax.training.step import pending as pending_lib
-from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step.batch import make_batch_program, plan_packing
 from grpojax.training.step.diagnosis import make_diagnose
@@ -83,7 +88,7 @@ class StepResult(NamedTuple):
 
 def make_programs(
   settings: TrainSettings,
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   group_size: int,
   tx: optax.GradientTransformation,
   shardings: TrainState,
@@ -103,18 +108,18 @@ def make_programs(
     sampling_lib.sampler_program(
       settings, policy, group_size, sampling, budgets, record_experts=replay
     ),
-    policy_lib.jit(policy, make_batch_program(settings, ref_lm)),
-    policy_lib.jit(
+    policies.jit(policy, make_batch_program(settings, ref_lm)),
+    policies.jit(
       policy, update, donate_argnums=1, out_shardings=(shardings, None)
     ),
   )
 
 
 def make_sample_and_reward(
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   sampler: sampling_lib.Sampler,
   mesh: jax.sharding.Mesh,
-  reward_pool: rewards_lib.RewardPool,
+  reward_pool: scoring.RewardPool,
   check_signals: Callable[[], None],
   player: Callable[..., Any] | None,
   parts: int,
@@ -131,7 +136,7 @@ def make_sample_and_reward(
   being computed, and returns `(rollout, rewards)`. `first_prompt` is the number
   of the first prompt among all prompts with this key.
   """
-  submit = functools.partial(rewards_lib.submit_rollout, policy, reward_pool)
+  submit = functools.partial(scoring.submit_rollout, policy, reward_pool)
   split = jax.jit(functools.partial(sampling_lib.split_prompts, parts=parts))
   join = jax.jit(sampling_lib.join_rollouts)
 
@@ -145,7 +150,7 @@ def make_sample_and_reward(
     check: Callable[[], None] = check_signals,
   ) -> Generator[Any, None, tuple[Rollout, GroupRewards]]:
     # Divide the batch; each part has its prompts and, if any, its first number.
-    first = [] if first_prompt is None else [mesh_lib.place(first_prompt, mesh)]
+    first = [] if first_prompt is None else [meshes.place(first_prompt, mesh)]
     batches = [(prompts, *first)] if parts == 1 else split(prompts, *first)
     rows = len(examples) // parts
     part_examples = [examples[i * rows :][:rows] for i in range(parts)]
@@ -169,7 +174,7 @@ def make_sample_and_reward(
     submitted = []
     try:
       for i, part in enumerate(sampled):
-        policy_lib.wait(part.rollout, check)
+        policies.wait(part.rollout, check)
         if i == parts - 1:
           timer("rollout")
         submitted.append(submit(part_examples[i], part))
@@ -177,7 +182,7 @@ def make_sample_and_reward(
       abandon([part.pending for part in submitted])
       raise
     # Wait for the workers, and join the parts.
-    _, rewards = rewards_lib.collect_rewards(
+    _, rewards = scoring.collect_rewards(
       reward_pool, examples, submitted, check
     )
     timer("rewards")
@@ -207,18 +212,18 @@ class HostStep:
   def __init__(
     self,
     settings: TrainSettings,
-    policy: policy_lib.Policy,
+    policy: policies.Policy,
     group_size: int,
     tx: optax.GradientTransformation,
     ref_params: Params | None,
     shardings: TrainState,
-    reward_pool: rewards_lib.RewardPool,
+    reward_pool: scoring.RewardPool,
     check_signals: Callable[..., None],
     budgets: Callable[[Prompts], Array] | None = None,
   ):
     self.settings = settings
     self.policy = policy
-    self.mesh = mesh = mesh_lib.mesh_of(shardings)
+    self.mesh = mesh = meshes.mesh_of(shardings)
     self.reward_pool = reward_pool
     self.check_signals = check_signals
     self.ref_params = ref_params
@@ -268,9 +273,9 @@ class HostStep:
         settings, draw, mesh, reward_pool, check_signals
       )
     self.advance_stream = resampling.make_advance_stream(shardings)
-    shards = mesh_lib.row_shards(mesh)
+    shards = meshes.row_shards(mesh)
     diagnose = make_diagnose(settings, shards, policy.vmappable)
-    self.diagnose = policy_lib.jit(policy, diagnose)
+    self.diagnose = policies.jit(policy, diagnose)
     update_success_rates = difficulty.make_update_success_rates
     self.update_success_rates = update_success_rates(settings, shardings)
 
@@ -320,7 +325,7 @@ class HostStep:
     )
     if self.resample_groups is not None:
       batch = self.resample_groups(state.params, batch, key, timer, take)
-    metrics = {**batch.metrics, **rewards_lib.metrics(batch.drawn)}
+    metrics = {**batch.metrics, **scoring.metrics(batch.drawn)}
     metrics |= mixtures.metrics(settings, batch.examples, batch.drawn.rewards)
     if state.difficulty is not None:
       metrics |= difficulty.metrics(state, prompts, examples)
@@ -338,16 +343,16 @@ class HostStep:
     )
     if finish and not diagnosed and not settings.mesh.sampling_devices:
       # Shared devices compute the next step's samples before the batch.
-      policy_lib.wait(started, self.check_signals)
+      policies.wait(started, self.check_signals)
       timer("rollout")
-    policy_lib.wait(update_batch, self.check_signals)
+    policies.wait(update_batch, self.check_signals)
     timer("reference")
 
     # From here on the state changes; the host works while the devices update.
     updating.set()
-    number = int(mesh_lib.fetch(state.step)) + 1
+    number = int(meshes.fetch(state.step)) + 1
     if state.difficulty is not None:
-      right = rewards_lib.correctness(self.reward_pool, rewards, examples)
+      right = scoring.correctness(self.reward_pool, rewards, examples)
       state = self.update_success_rates(state, examples, right)
     # Only an exact KL term runs the reference model in the update.
     exact_reference = reference_params if settings.loss.has_exact_kl else None
@@ -362,7 +367,7 @@ class HostStep:
       rows = sample_rows.of_batch(settings, self.policy, batch, update_batch)
     metrics["reward_counts"] = sample_rows.reward_counts(batch.drawn.rewards)
     state = self.advance_stream(state, batch.more_prompts)
-    metrics = mesh_lib.fetch(batch_metrics | update_metrics) | metrics
+    metrics = meshes.fetch(batch_metrics | update_metrics) | metrics
     timer("update")
 
     metrics |= {f"seconds_{name}": s for name, s in timer.seconds.items()}
@@ -400,10 +405,10 @@ class HostStep:
       values = (values - np.nanmean(values)).astype(np.float32)
       # Vanilla has no baseline, so its error depends on the offset.
       unknown = {"gradient_mse_vanilla": np.nan}
-    placed = mesh_lib.place(values, self.mesh, "batch", "group")
+    placed = meshes.place(values, self.mesh, "batch", "group")
     metrics = self.diagnose(state.params, rollout, placed, diagnosis_key(state))
-    policy_lib.wait(metrics, self.check_signals)
-    return mesh_lib.fetch(metrics) | unknown
+    policies.wait(metrics, self.check_signals)
+    return meshes.fetch(metrics) | unknown
 
   def _make_batch(
     self,
@@ -416,7 +421,7 @@ class HostStep:
     settings = self.settings
     mesh = self.mesh
     rewards = batch.rewards
-    placed, values = rewards_lib.place_rewards(settings, rewards, mesh)
+    placed, values = scoring.place_rewards(settings, rewards, mesh)
     ref_prompts = None
     if self.read_prompts:
       examples = [batch.examples[i] for i in batch.drawn_groups]
@@ -429,6 +434,6 @@ class HostStep:
       ref_prompts=ref_prompts,
       packing=plan_packing(settings, batch.rollout, rewards.rewards, mesh),
       values=values,
-      scale=mesh_lib.place(batch.scale, mesh),
+      scale=meshes.place(batch.scale, mesh),
       prompt_weights=prompts.weights,
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.types import Rollout, TrainState
 from grpojax.data.examples import READ
 from grpojax.rewards.groups import GroupRewards
@@ -52,7 +52,7 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   rollout, rewards, prompts = state.pending
   arrays = {
     f"rollout/{name}": value
-    for name, value in mesh_lib.fetch(vars(rollout)).items()
+    for name, value in meshes.fetch(vars(rollout)).items()
     if value is not None
   }
   arrays |= {"rewards": rewards.rewards, "failed": rewards.failed}
@@ -69,14 +69,14 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   unit = 1 << (len(content).bit_length() - 3)  # 1/8 to 1/4 of the length
   content = content.ljust(-(-len(content) // unit) * unit, b"\0")
   stored = np.frombuffer(content, np.uint8)
-  return state.replace(pending=mesh_lib.place(stored, mesh))
+  return state.replace(pending=meshes.place(stored, mesh))
 
 
 def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   """Inverts `to_stored`, with the rollout on the mesh."""
   if state.pending is None:
     return state
-  stored = mesh_lib.fetch(state.pending).tobytes()
+  stored = meshes.fetch(state.pending).tobytes()
   length = int.from_bytes(stored[:_HEADER], "little")
   content = io.BytesIO(stored[_HEADER:][:length])
   with np.load(content, allow_pickle=False) as file:
@@ -91,8 +91,8 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
     for name, value in arrays.items()
     if name.startswith("rollout/")
   }
-  rollout = mesh_lib.map_rows(
-    lambda x, *names: mesh_lib.place(x, mesh, *names), Rollout(**fields)
+  rollout = meshes.map_rows(
+    lambda x, *names: meshes.place(x, mesh, *names), Rollout(**fields)
   )
   rewards = GroupRewards(
     rewards=arrays["rewards"],

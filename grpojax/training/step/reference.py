@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.data.examples import READ
-from grpojax.runtime.cli.config import config_error
-from grpojax.runtime.text import tokenizer
+from grpojax.runtime.cli.configs import config_error
+from grpojax.runtime.text import tokenization
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.policy import Policy
+from grpojax.training.policies import Policy
 from grpojax.training.settings.inputs import REFERENCE_MEMORY
 from grpojax.training.settings.run import TrainSettings
 
@@ -85,7 +85,7 @@ def make_copy(shardings: PyTree) -> Callable[[Params], Params]:
 def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
   """Raises ValueError if an example lacks a field of `reference_prompt`."""
   template = settings.model.reference_prompt
-  missing = tokenizer.fields(template) - example.keys()
+  missing = tokenization.fields(template) - example.keys()
   if missing:
     remedy = (
       f"an example has no {', '.join(sorted(missing))}: use its fields "
@@ -97,7 +97,9 @@ def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
 def hinted(template: str, example: Mapping[str, Any]) -> Any:
   """Returns the reference's prompt, including the reset's observation."""
   prompt = example.get(READ, example["prompt"])
-  values = {name: example.get(name, "") for name in tokenizer.fields(template)}
+  values = {
+    name: example.get(name, "") for name in tokenization.fields(template)
+  }
   if isinstance(prompt, str):
     return template.format(**values | {"prompt": prompt})
   # In a chat the template surrounds only the last message.
@@ -122,7 +124,7 @@ def make_read_prompts(
     rows = [encode(hinted(template, example))[1] for example in examples]
     size = -(-max(map(len, rows)) // _MULTIPLE) * _MULTIPLE  # few programs
     prompts = prompts_lib.padded(rows, size, policy.pad_id)
-    return mesh_lib.place(prompts, mesh, "batch")
+    return meshes.place(prompts, mesh, "batch")
 
   return read_prompts
 

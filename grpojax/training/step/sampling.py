@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.dynamic_sampling import pad_prompts
 from grpojax.core.rollout import rollout
@@ -25,7 +25,7 @@ from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.environments.episodes import play_together
 from grpojax.environments.pool import EnvironmentPool
 from grpojax.models import passes, sharding
-from grpojax.training import policy as policy_lib
+from grpojax.training import policies
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes
 from grpojax.training.step.episodes import Sampled
@@ -47,7 +47,7 @@ def split_prompts(
 
   def part(start):
     split = jax.tree.map(
-      lambda x: mesh_lib.constrain(x[start : start + rows], "batch"), prompts
+      lambda x: meshes.constrain(x[start : start + rows], "batch"), prompts
     )
     return split, jnp.int32(first + start)
 
@@ -60,7 +60,7 @@ def join_rollouts(parts: list[Rollout]) -> Rollout:
   longest = max(part.prompt_ids.shape[-1] for part in parts)
   parts = [pad_prompts(part, longest) for part in parts]
   whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-  return mesh_lib.map_rows(mesh_lib.constrain, whole)
+  return meshes.map_rows(meshes.constrain, whole)
 
 
 def halves_pay(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
@@ -98,7 +98,7 @@ def sample_halves(program: Sampler, mesh: jax.sharding.Mesh | None) -> Sampler:
 
 def sampler_program(
   settings: TrainSettings,
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   group_size: int,
   sampling: Sampling,
   budgets: Callable[[Prompts], jax.Array] | None = None,
@@ -127,7 +127,7 @@ def sampler_program(
       record_experts=record_experts,
     )
 
-  return policy_lib.jit(policy, sample)
+  return policies.jit(policy, sample)
 
 
 def with_result_shardings(
@@ -139,8 +139,8 @@ def with_result_shardings(
   the sharding of a result is only a constraint. `args` are the program's
   arguments, or their shapes; the mesh must be in context.
   """
-  shardings = mesh_lib.map_rows(
-    lambda x, *names: mesh_lib.activation_sharding(mesh, x.shape, *names),
+  shardings = meshes.map_rows(
+    lambda x, *names: meshes.activation_sharding(mesh, x.shape, *names),
     jax.eval_shape(program, *args),
   )
   pinned = jax.jit(program.func, out_shardings=shardings)
@@ -148,7 +148,7 @@ def with_result_shardings(
 
 
 def moved_params(
-  policy: policy_lib.Policy, dtype: str, mesh: jax.sharding.Mesh
+  policy: policies.Policy, dtype: str, mesh: jax.sharding.Mesh
 ) -> Callable[[Params], Params]:
   """Returns a function that copies parameters to the sampling devices."""
 
@@ -181,8 +181,8 @@ def on_sampling_mesh(
     program = functools.partial(program.func, *frozen)
 
   def sampler(params, prompts, key, *first):
-    prompts = mesh_lib.place(prompts, sampling_mesh, "batch")
-    others = mesh_lib.place((key, *first), sampling_mesh)
+    prompts = meshes.place(prompts, sampling_mesh, "batch")
+    others = meshes.place((key, *first), sampling_mesh)
     args = params, prompts, *others
     rows = len(prompts.prompt_ids)
     with jax.set_mesh(sampling_mesh):
@@ -192,8 +192,8 @@ def on_sampling_mesh(
           pinned = with_result_shardings(program, sampling_mesh, *args)
         samplers[rows] = sample_halves(pinned, sampling_mesh)
       rollout = samplers[rows](*args)
-    return mesh_lib.map_rows(
-      lambda x, *names: mesh_lib.place(x, mesh, *names), rollout
+    return meshes.map_rows(
+      lambda x, *names: meshes.place(x, mesh, *names), rollout
     )
 
   return sampler
@@ -201,7 +201,7 @@ def on_sampling_mesh(
 
 def make_sampler(
   settings: TrainSettings,
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   group_size: int,
   sampling: Sampling,
   mesh: jax.sharding.Mesh | None = None,
@@ -228,13 +228,13 @@ def make_sampler(
   if mesh is None:
     sampler = sample_halves(program, None)
   else:
-    sampling_mesh = mesh_lib.sampling_mesh(mesh, settings.mesh.sampling_tensor)
+    sampling_mesh = meshes.sampling_mesh(mesh, settings.mesh.sampling_tensor)
     sampler = on_sampling_mesh(program, mesh, sampling_mesh)
 
   def sample(params, prompts, examples, key, check_signals=lambda: None):
     del examples
     rollout = sampler(params, prompts, key)
-    policy_lib.wait(rollout, check_signals)
+    policies.wait(rollout, check_signals)
     return episodes.sampled(rollout)
 
   return sample

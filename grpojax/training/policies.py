@@ -24,10 +24,9 @@ from grpojax.models import huggingface as hf
 from grpojax.models import lora
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
-from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.files import hub
-from grpojax.runtime.text import stop_strings
-from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.runtime.text import stop_strings, tokenization
 from grpojax.training.run import run_directory, run_storage
 
 
@@ -92,22 +91,22 @@ def open_policy(
   """
   path = pinned(path)
   directory = find_model(path, hub.TEXTS)
-  tokenizer = tokenizer_lib.load(directory)
+  tokenizer = tokenization.load(directory)
   config = hf.to_transformer_config(hf.read_config(directory, ignore_keys))
   if config.labels:
     raise ValueError(
       f"the model in {directory} is a sequence classifier, which generates no "
       "text: use it as reward.model"
     )
-  eos_ids = tokenizer_lib.eos_ids(directory, tokenizer, config.vocab_size)
-  gaps = tokenizer_lib.gaps(tokenizer, config.vocab_size, eos_ids)
+  eos_ids = tokenization.eos_ids(directory, tokenizer, config.vocab_size)
+  gaps = tokenization.gaps(tokenizer, config.vocab_size, eos_ids)
   options = {"dtype": jnp.dtype(dtype), "remat": remat, "attention": attention}
   return Policy(
     directory,
     transformer(dataclasses.replace(config, gaps=gaps), **options),
     tokenizer,
     eos_ids,
-    tokenizer_lib.pad_id(tokenizer),
+    tokenization.pad_id(tokenizer),
     shape=config,
     vmappable=not config.experts,
     name=None if hf.exists(path) else hub.parse(path),
@@ -253,7 +252,7 @@ def decode(
   )
   if turns is not None:
     mask = mask & (turns == np.max(turns, axis=-1, keepdims=True))
-  text = functools.partial(tokenizer_lib.decode_completion, policy.tokenizer)
+  text = functools.partial(tokenization.decode_completion, policy.tokenizer)
   return [
     [text(i, m, policy.ends) for i, m in zip(*group, strict=True)]
     for group in zip(ids[rows], mask[rows], strict=True)

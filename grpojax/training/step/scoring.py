@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from grpojax.core import mesh as mesh_lib
+from grpojax.core import meshes
 from grpojax.core.advantages import WITHIN_GROUPS
 from grpojax.data.examples import READ, SOURCE
 from grpojax.environments.pool import EnvironmentPool
@@ -30,8 +30,8 @@ from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import Failure, Pool, Submission
 from grpojax.rewards.worker import LARGEST
 from grpojax.runtime.processes import distributed
-from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.training import policy as policy_lib
+from grpojax.runtime.text import tokenization
+from grpojax.training import policies
 from grpojax.training.data import mixtures
 from grpojax.training.run import hub_pins
 from grpojax.training.settings.run import TrainSettings
@@ -125,11 +125,11 @@ def open_model(
   path = hub_pins.pinned(settings, settings.reward.model)
   if not path:
     return None
-  directory = policy_lib.find_model(path)
+  directory = policies.find_model(path)
   keys = settings.model.ignore_keys
   longest = settings.data.max_prompt_length
   new_tokens = settings.sampling.max_new_tokens
-  policy_lib.check_positions(directory, longest, new_tokens, keys)
+  policies.check_positions(directory, longest, new_tokens, keys)
   dtype = jnp.dtype(settings.model.dtype)
   lm, params = neural.load(
     directory,
@@ -138,9 +138,9 @@ def open_model(
     param_dtype=dtype,
     shardings=functools.partial(sharding.shardings, mesh=mesh),
   )
-  tokenizer = tokenizer_lib.load(directory)
+  tokenizer = tokenization.load(directory)
   encode = functools.partial(
-    tokenizer_lib.encode_conversation,
+    tokenization.encode_conversation,
     tokenizer,
     special_tokens=settings.data.special_tokens,
     date=settings.data.template_options.get("date_string"),
@@ -150,14 +150,14 @@ def open_model(
   lengths = [SHORTEST]
   while lengths[-1] < longest + new_tokens + SHORTEST:
     lengths.append(2 * lengths[-1])
-  rows = ROWS * mesh_lib.row_shards(mesh)
+  rows = ROWS * meshes.row_shards(mesh)
   reward_model = neural.make_reward_model(
     lm,
     params,
     encode,
     lengths=lengths,
     batch_size=rows,
-    sharding=mesh_lib.batch_sharding(mesh, rows),
+    sharding=meshes.batch_sharding(mesh, rows),
   )
 
   def model(examples, texts):
@@ -209,7 +209,7 @@ class PendingRewards(NamedTuple):
 
 
 def submit_rollout(
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   reward_pool: RewardPool,
   examples: Sequence[dict[str, Any]],
   sampled: Sampled,
@@ -219,9 +219,9 @@ def submit_rollout(
   It runs no program on the devices, which may be sampling the next part. Rows
   of the rollout beyond the examples are padding.
   """
-  rollout = sampled.rollout.replace(**mesh_lib.fetch(sampled.read))
+  rollout = sampled.rollout.replace(**meshes.fetch(sampled.read))
   rows = distributed.my_rows(len(examples))
-  texts = policy_lib.decode(policy, rollout, rows)
+  texts = policies.decode(policy, rollout, rows)
   pending = groups.submit_groups(
     reward_pool.pool,
     examples[rows],
@@ -287,7 +287,7 @@ def fail_episodes(
 
 
 def compute_rewards(
-  policy: policy_lib.Policy,
+  policy: policies.Policy,
   reward_pool: RewardPool,
   examples: Sequence[dict[str, Any]],
   sampled: Sampled,
@@ -440,8 +440,8 @@ def place_rewards(
   if settings.loss.advantage in WITHIN_GROUPS:
     placed = pool_lib.in_float32(rewards.rewards)
   return (
-    mesh_lib.place(placed, mesh, "batch", "group"),
-    mesh_lib.place(values, mesh, None, "batch", "group"),
+    meshes.place(placed, mesh, "batch", "group"),
+    meshes.place(values, mesh, None, "batch", "group"),
   )
 
 
