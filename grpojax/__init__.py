@@ -18,7 +18,6 @@ _NAMES = {
   "grpojax.core.logprobs": ("token_logprobs",),
   "grpojax.core.meshes": ("constrain", "make_mesh", "shardings"),
   "grpojax.core.rollout": ("rollout", "rollout_metrics"),
-  "grpojax.core.decoding": ("Decoding",),
   "grpojax.core.objective": ("Objective",),
   "grpojax.core.decoding.sampling": ("Sampling",),
   "grpojax.core.step": ("init_state", "make_grpo_step"),

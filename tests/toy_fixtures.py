@@ -136,3 +136,17 @@ def _run(toy, toy_model, home):
       train.main(argv)
   directory = home / "runs" / "toy"
   return argv, home, directory, output.getvalue(), read
+
+
+def single_loop(lm):
+  """Returns a model whose rollouts run in one loop, as with kernels."""
+  lm = lm._replace(grow_cache=None)
+  if lm.prepare is None:
+    return lm
+
+  def prepare(*args, **formats):
+    decoder, params = original.prepare(*args, **formats)
+    return decoder._replace(grow_cache=None), params
+
+  original = lm
+  return lm._replace(prepare=prepare)

@@ -15,7 +15,7 @@ from grpojax.core.arguments import (
   read_ends,
   read_rewards,
 )
-from grpojax.core.decoding import Decoding
+from grpojax.core.decoding import compaction
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.environment import Environment
 from grpojax.core.group_axis import present, varies
@@ -55,7 +55,6 @@ def rollout(
   sampling: Sampling = Sampling(),
   budgets: Int[Array, "B G"] | None = None,
   first_prompt: Int[Array, ""] | int = 0,
-  decoding: Decoding = Decoding(),
   environment: Environment | None = None,
   record_experts: bool = False,
 ) -> Rollout:
@@ -77,7 +76,6 @@ def rollout(
     budgets: Maximum tokens of each sample, up to T; None means T for all.
     first_prompt: Index of the first prompt in the whole batch, if `prompts` are
       a part of it: all parts together give the samples of the whole batch.
-    decoding: Shape of the decoding loop; it changes no sample.
     environment: Environment that answers after each turn.
     record_experts: Records the experts of each token in each layer, a byte per
       expert, for an objective with `router_replay`.
@@ -121,7 +119,7 @@ def rollout(
     setup = setup._replace(environment=environment)
     episodes = environment_lib.begin(environment, targets, keys, t_max)
     samples = samples._replace(episodes=episodes)
-  samples = loops.in_stages(setup, loops.constrain_samples(samples), decoding)
+  samples = compaction.decode(setup, loops.constrain_samples(samples))
   episodes = samples.episodes
   return Rollout(
     prompt_ids=prompts.prompt_ids,

@@ -15,7 +15,6 @@ from jaxtyping import Array, Key
 from grpojax.core import arguments
 from grpojax.core.arguments import Ids
 from grpojax.core.batch import make_batch
-from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.environment import Environment
 from grpojax.core.losses.truncation import TRUNCATED
@@ -58,7 +57,6 @@ def make_grpo_step(
   objective: Objective = Objective(),
   update: UpdateOptions = UpdateOptions(),
   sampling: Sampling = Sampling(),
-  decoding: Decoding = Decoding(),
   diagnose: Callable[..., Metrics] | None = None,
   environment: Environment | None = None,
   credit: str = "trajectory",
@@ -72,11 +70,11 @@ def make_grpo_step(
   `reward_fn` is jittable: `(rollout, targets of the prompts) -> rewards [B, G]`
   or, with an environment, also [B, G, K] of turns (`environment.returns`).
   `group_size` is G; completions have at most `max_new_tokens`, the EOS
-  included. `eos_ids` is an id or several. `decoding` changes the speed, not the
-  samples. `diagnose` is `(params, rollout, rewards, key) -> metrics` under the
-  policy that sampled (`statistics.diagnostics`), with rewards of whole
-  trajectories. For `environment` see `rollout`, for `credit` see `make_batch`;
-  `ref_lm` is the reference's model, if it is not `lm`.
+  included. `eos_ids` is an id or several. `diagnose` is `(params, rollout,
+  rewards, key) -> metrics` under the policy that sampled
+  (`statistics.diagnostics`), with rewards of whole trajectories. For
+  `environment` see `rollout`, for `credit` see `make_batch`; `ref_lm` is the
+  reference's model, if it is not `lm`.
 
   Returns `step(state, prompts, ref_params=None) -> (state, metrics)`.
   ValueError for a credit that does not go with the objective and, when the step
@@ -101,7 +99,6 @@ def make_grpo_step(
       eos_ids=eos_ids,
       pad_id=pad_id,
       sampling=sampling,
-      decoding=decoding,
       environment=environment,
       record_experts=objective.router_replay,
     )

@@ -76,21 +76,19 @@ class LM(NamedTuple):
       causally to its own completion. Without a cache `ids` are whole
       completions (training), with a cache the next S tokens (decoding).
       `positions [B, G, S]` count from the first completion token and default to
-      0, 1, ...; `segments [B, G, S]` separate completions that share a row.
+      0, 1, ... without a cache. In decoding they also are the tokens' places in
+      the cache, which holds the row's earlier tokens; a row at -1 is not
+      decoded: its cache must not change, and its states are not used.
+      `segments [B, G, S]` separate completions that share a row.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`.
     init_cache: `(B, G, T) -> cache` for T completion tokens per sample.
     grow_cache: `(cache, slots) -> cache` with room for more tokens, or None.
     map_cache_rows: `(function, cache, *caches) -> cache`, maps a function of
-      arrays [B, G, ...] over the rows of a cache; or None. With this and
-      `grow_cache`, a rollout's work follows the tokens in the cache and the
-      unfinished samples.
-    align_cache_rows: `(cache, ends [B, G], index, slots) -> cache` of `slots`
-      tokens, which moves the token before slot `ends` of each row to just
-      before slot `index`, where all rows are written next; or None: then rows
-      cannot wait for an environment on the host (`decoding.chunks`).
+      arrays [B, G, ...] over the rows of a cache; or None. With this,
+      `grow_cache` and `map_prefix_rows`, a rollout's work follows the tokens in
+      the cache and the unfinished samples (`decoding.compaction`).
     map_prefix_rows: `(function, prefix) -> prefix`, maps a function of arrays
-      [B, ...] over the prompts of a prefix; or None. With it, a rollout of one
-      sample per prompt leaves out finished prompts.
+      [B, ...] over the prompts of a prefix; or None.
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
       once the work that each token would repeat (casts, tables of positions,
       gathering of split parameters), for a rollout of at most `longest` tokens
@@ -120,7 +118,6 @@ class LM(NamedTuple):
   init_cache: Callable[..., Cache]
   grow_cache: Callable[..., Cache] | None = None
   map_cache_rows: Callable[..., Cache] | None = None
-  align_cache_rows: Callable[..., Cache] | None = None
   map_prefix_rows: Callable[..., Prefix] | None = None
   prepare: Callable[..., tuple["LM", Params]] | None = None
   forward: Callable[..., ForwardOutput | tuple[Array, Array]] | None = None

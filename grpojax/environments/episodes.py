@@ -44,12 +44,12 @@ class Answer(NamedTuple):
 class Programs(NamedTuple):
   """Compiled functions of `core.decoding.chunks`, with their options bound.
 
-  `begin` has slots=cache_sizes(T)[0], and `decode` has tokens=TOKENS.
+  `decode` has tokens=TOKENS.
   """
 
   begin: Callable  # `(params, prompts, key, *first_prompt) -> rows`
-  decode: Callable  # `(params, rows, over, finished, slots=) -> rows`
-  feed: Callable  # `(params, rows, ids, lengths, complete, slots=) -> rows`
+  decode: Callable  # `(params, rows, over, finished) -> rows`
+  feed: Callable  # `(params, rows, ids, lengths, complete) -> rows`
   finish: Callable  # `(rows, finished, rewards) -> Rollout`
 
 
@@ -57,12 +57,6 @@ def _block(tokens: int) -> int:
   """Returns the block size: small if at most three hold the tokens."""
   small, large = BLOCKS
   return small if tokens <= 3 * small else large
-
-
-def cache_sizes(most: int) -> list[int]:
-  """Returns the compiled sizes of the cache, ascending, for T = `most`."""
-  whole = most + max(TOKENS, _block(most))
-  return [-(-whole // k) for k in (4, 2) if whole // k >= BLOCKS[1]] + [whole]
 
 
 def play(
@@ -87,22 +81,14 @@ def play(
   as in `rollout`.
   """
   rows = programs.begin(params, prompts, key, *first_prompt)
-  b, g, most = rows.turns.shape
+  b, g, _ = rows.turns.shape
   over, finished = np.zeros((2, b, g), bool)
   rewards = np.zeros((b, g, max_turns), np.float32)
   begins = np.zeros((b, g), np.int32)
-  sizes = cache_sizes(most)
   limit = meshes.fetch(rows.limit)
 
-  def slots(length, tokens):
-    while sizes[0] < min(int(length.max()) + tokens, sizes[-1]):
-      sizes.pop(0)
-    return sizes[0]
-
-  length = begins
   while True:
-    room = slots(length, TOKENS)
-    rows = programs.decode(params, rows, over, finished, slots=room)
+    rows = programs.decode(params, rows, over, finished)
     samples = rows.samples
     small = (samples.ids, samples.length, rows.waiting, rows.turn, samples.done)
     yield small
@@ -130,8 +116,7 @@ def play(
       if not over[i, j]:
         observed[i, j] = reply.ids
         begins[i, j] = length[i, j] + len(reply.ids)
-    rows = _read(programs, params, rows, observed, length, slots)
-    length = np.maximum(length, begins)
+    rows = _read(programs, params, rows, observed)
 
 
 def play_together(*plays: Generator[Any, None, object]) -> list[object]:
@@ -148,23 +133,21 @@ def play_together(*plays: Generator[Any, None, object]) -> list[object]:
   return results
 
 
-def _read(programs, params, rows, observed, length, slots):
+def _read(programs, params, rows, observed):
   """Feeds the rows their observations, in blocks of one size."""
   if not observed:
     return rows
+  *shape, most = rows.turns.shape
   longest = max(map(len, observed.values()))
-  size = _block(min(longest, rows.turns.shape[-1]))
+  size = _block(min(longest, most))
   for start in range(0, max(longest, 1), size):
-    ids = np.zeros((*length.shape, size), np.int32)
-    count = np.zeros(length.shape, np.int32)
-    complete = np.zeros(length.shape)
+    ids = np.zeros((*shape, size), np.int32)
+    count = np.zeros(shape, np.int32)
+    complete = np.zeros(shape)
     for place, observation in observed.items():
       part = observation[start : start + size]
       ids[place][: len(part)] = part
       count[place] = len(part)
       complete[place] = start <= max(len(observation) - 1, 0) < start + size
-    rows = programs.feed(
-      params, rows, ids, count, complete > 0, slots=slots(length, size)
-    )
-    length = length + count
+    rows = programs.feed(params, rows, ids, count, complete > 0)
   return rows

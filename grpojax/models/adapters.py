@@ -61,29 +61,24 @@ def from_apply(
         "a model from grpojax.models.adapters cannot read packed completions: "
         "leave segments=None, or use a model of grpojax.models"
       )
-    start = 0
-    size = ids.shape[2]
+    places = jnp.broadcast_to(jnp.arange(ids.shape[2]), ids.shape)
     if positions is None:
-      first = 0 if cache is None else cache["index"]
-      positions = jnp.broadcast_to(first + jnp.arange(size), ids.shape)
-    if cache is not None:
-      start = cache["index"]
-      write = lambda name, new: jax.lax.dynamic_update_slice_in_dim(
-        cache[name], new.astype(jnp.int32), start, axis=2
-      )
-      ids = write("ids", ids)
-      positions = write("positions", positions)
-      cache = {"ids": ids, "positions": positions, "index": start + size}
-    rows, row_positions, mask = _rows(prefix, ids, positions, start + size)
+      positions = places
+    if cache is not None:  # the ids of completions so far
+      put = lambda row, at, new: row.at[at].set(new, mode="drop")
+      places = positions
+      at = jnp.where(places < 0, cache.shape[2], places)
+      ids = cache = jax.vmap(jax.vmap(put))(cache, at, ids)
+      positions = jnp.broadcast_to(jnp.arange(ids.shape[2]), ids.shape)
+    filled = places[..., -1:] + 1
+    rows, row_positions, mask = _rows(prefix, ids, positions, filled)
     hidden = apply(params, rows, row_positions, mask)
-    slots = prefix.length[:, None] + (start + jnp.arange(size))[None]
-    slots = jnp.repeat(slots, ids.shape[1], axis=0)
-    hidden = _take(hidden, slots)
-    return hidden.reshape(*ids.shape[:2], *hidden.shape[1:]), cache
+    slots = prefix.length[:, None, None] + jnp.maximum(places, 0)
+    hidden = _take(hidden, slots.reshape(-1, slots.shape[2]))
+    return hidden.reshape(*places.shape[:2], *hidden.shape[1:]), cache
 
   def init_cache(batch: int, group_size: int, length: int) -> Cache:
-    empty = jnp.zeros((batch, group_size, length), jnp.int32)
-    return {"ids": empty, "positions": empty, "index": jnp.int32(0)}
+    return jnp.zeros((batch, group_size, length), jnp.int32)
 
   return LM(
     init=init,
@@ -207,9 +202,9 @@ def _rows(
   prefix: Prefix,
   ids: Int[Array, "B G T"],
   positions: Int[Array, "B G T"],
-  filled: Int[Array, ""] | int,
+  filled: Int[Array, "B G 1"],
 ) -> tuple[Int[Array, "N S"], Int[Array, "N S"], Bool[Array, "N S"]]:
-  """Joins prompts and the first `filled` completion tokens into rows."""
+  """Joins prompts and the first `filled` completion tokens of each row."""
   batch, group_size, size = ids.shape
   slots = jnp.arange(prefix.state.shape[1] + size)[None, None]
   prompt = jnp.pad(prefix.state, ((0, 0), (0, size)))[:, None]

@@ -202,7 +202,7 @@ def two_part_attention(
   prompt: tuple[PromptArray, PromptArray] | None = None,
   prompt_mask: Bool[Array, "B P"] | Bool[Array, "B G S P"] | None = None,
   *,
-  slots: tuple[cache.Slots, ...] = (),
+  slots: cache.Slots | None = None,
   slot_mask: Bool[Array, "..."] | None = None,
   scale: float | None = None,
   cap: float | None = None,
@@ -211,12 +211,12 @@ def two_part_attention(
 
   `row` and `prompt` are keys and values. The two parts are merged by their
   log-sum-exps, so the prompt's keys are never copied per sample. In decoding,
-  `slots` are blocks of a cache with the row's earlier tokens; one softmax is
-  taken over these and the new tokens.
+  `slots` hold the row's earlier tokens; one softmax is taken over these and the
+  new tokens.
 
   Masks are True on visible keys. Each query must see a key of its row, and may
   see no prompt and no slots. `row_mask` is broadcastable to [B, G, K, R, S, C],
-  `slot_mask` to the logits, with all slots on its last axis. `scale` is the
+  `slot_mask` to the logits. `scale` is the
   factor of the logits, 1 / sqrt(E) by default; they are capped before masking.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -228,12 +228,10 @@ def two_part_attention(
   # The cache has n heads in a row of slots, so queries and the row get the same
   # layout.
   if slots:
-    together = q.shape[2] // slots[0].keys.shape[2]
-    masks = cache.split(slot_mask, slots)
-    parts = [
-      _Keys(keys, values, mask, cache.SLOT_AXES, *scales)
-      for (keys, values, *scales), mask in zip(slots, masks, strict=True)
-    ]
+    together = q.shape[2] // slots.keys.shape[2]
+    keys, values, *scales = slots
+    axes = (cache.ROW_AXES,) * 2
+    parts = [_Keys(keys, values, slot_mask, axes, *scales)]
   q = cpu.squeeze(q, _QUERY_AXES, unit)
   keys, values = (cpu.squeeze(x, cache.ROW_AXES, unit) for x in row)
   if row_mask.ndim == len(shape):

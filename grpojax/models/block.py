@@ -61,8 +61,8 @@ class TokenContext(NamedTuple):
   positions: Int[Array, "B G S"]  # in the whole sequence
   # True on real prompt tokens; None if the tokens are a prompt.
   prompt_mask: Bool[Array, "B P"] | None
-  slot_mask: Bool[Array, "C"] | None = None  # True on cache slots with a token
-  slot_positions: Int[Array, "B G C"] | None = None  # of these tokens
+  slot_mask: Bool[Array, "B G 1 1 1 C"] | None = None  # True on filled slots
+  slot_positions: Int[Array, "B 1 C"] | None = None  # of their tokens
   segments: Int[Array, "B G S"] | None = None  # `Visibility.segments`
   routing: Routing = Routing()
 
@@ -158,7 +158,7 @@ def attend(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: tuple[Slots, ...] | None,
+  slots: Slots | None,
   row_attention: RowAttention | None,
   heads: Heads,
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
@@ -179,7 +179,7 @@ def attend(
     out = row_attention(q, row, prompt, visibility, window=c.window, **scaling)
   else:
     row_mask, slot_mask, prompt_mask = _masks(local, c.window, context)
-    cached = dict(slots=slots or (), slot_mask=slot_mask)  # in decoding
+    cached = dict(slots=slots, slot_mask=slot_mask)  # in decoding
     out = two_part_attention(
       q, row, row_mask, prompt, prompt_mask, **cached, **scaling
     )
@@ -253,7 +253,7 @@ def block(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: tuple[Slots, ...] | None,
+  slots: Slots | None,
   row_attention: RowAttention | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, Routed]:
   """Applies a decoder layer, with a window if it is `local`."""

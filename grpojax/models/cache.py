@@ -1,34 +1,31 @@
 """The decode cache: keys and values of completions so far, and of prompts.
 
     row      [B, G, K, S, E]   tokens that pass through the layers
-    slots    [B, G, K, E, C]   keys of earlier tokens; slot i of C holds
-                               completion token i
-             [B, G, K, C, E]   and values
+    slots    [B, G, K, C, E]   earlier tokens; slot i of C holds completion
+                               token i
     prompt   [B, K, P, E]      once per group
 
 Slots may hold 8-bit integers with scales [B, G, K, C] (`quantization`). The
 layers of a stack (`layer_stacks`) have a leading axis. A decoding step writes
 the new tokens of all layers at its end, in place.
 
-A TPU writes whole rows of 128 lanes. Narrower heads are put side by side, n in
-a row: slots [B, G, K/n, n E, C]. Queries have zeros at the other heads' keys
+A TPU reads whole rows of 128 lanes. Narrower heads are put side by side, n in
+a row: slots [B, G, K/n, C, n E]. Queries have zeros at the other heads' keys
 (`attention.two_part_attention`).
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from grpojax.core.meshes import (
   activation_spec,
   constrain,
   free_axes,
-  runs_kernels,
 )
 from grpojax.models.quantization import quantize
 
@@ -36,7 +33,6 @@ LANES = 128  # numbers in a row of a TPU's tile
 
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
-SLOT_AXES = "bgkec", "bgkce"  # of keys and of values
 RowArray = Float[Array, "B G K C E"]
 PromptArray = Float[Array, "B K P E"]
 
@@ -51,7 +47,7 @@ class KeysValues(NamedTuple):
 class Slots(NamedTuple):
   """Cached keys and values of a layer or a stack; 8-bit ones have scales."""
 
-  keys: Shaped[Array, "*layers B G K E C"]
+  keys: Shaped[Array, "*layers B G K C E"]
   values: Shaped[Array, "*layers B G K C E"]
   key_scales: Float[Array, "*layers B G K C"] | None = None
   value_scales: Float[Array, "*layers B G K C"] | None = None
@@ -64,14 +60,15 @@ class PromptKeysValues(NamedTuple):
   values: PromptArray
 
 
-Block = tuple[Slots, ...]
+Cache = tuple[Slots, ...]
+"""Keys and values of the completions so far, of each stack of layers."""
+
+_AXES = None, "batch", "group", "kv_heads"
+_SLOT_AXIS = 4  # of keys, values and scales of a stack
 
 
-class Cache(NamedTuple):
-  """Keys and values of the completions so far, in blocks of slots (`grow`)."""
-
-  index: Int[Array, ""]  # number of tokens written, and the next token's slot
-  blocks: tuple[Block, ...]  # each block has the slots of each stack
+def _constrain(cache: Cache) -> Cache:
+  return jax.tree.map(lambda x: constrain(x, *_AXES), cache)
 
 
 def create(
@@ -87,18 +84,18 @@ def create(
   platform: str | None = None,
 ) -> Cache:
   """Returns an empty cache; `layers` counts the layers of each stack."""
-  block = []
+  stacks = []
   together = _heads_together(kv_heads, head_dim) if platform == "tpu" else 1
   width = head_dim * together
   stored = jnp.int8 if in_8_bits else dtype
   for count in layers:
-    shape = count, batch, group_size, kv_heads // together
-    keys = jnp.zeros((*shape, width, capacity), stored)
-    values = jnp.zeros((*shape, capacity, width), stored)
-    shape = *shape[:3], kv_heads, capacity  # scales per head
+    rows = count, batch, group_size
+    shape = *rows, kv_heads // together, capacity, width
+    keys_values = [jnp.zeros(shape, stored) for _ in range(2)]
+    shape = *rows, kv_heads, capacity  # scales per head
     scales = [jnp.zeros(shape, dtype) for _ in range(2)]
-    block.append(Slots(keys, values, *(scales if in_8_bits else ())))
-  return Cache(jnp.zeros((), jnp.int32), (_constrain(tuple(block)),))
+    stacks.append(Slots(*keys_values, *(scales if in_8_bits else ())))
+  return _constrain(tuple(stacks))
 
 
 def _heads_together(kv_heads: int, head_dim: int) -> int:
@@ -128,38 +125,9 @@ def side_by_side(
   return x.reshape(*rows, k // heads, s, heads * e)
 
 
-def _map(
-  function: Callable[..., Array], *stacks: tuple[KeysValues | Slots, ...]
-) -> Block:
-  """Maps `function(axis of the slots, *arrays)` over keys, values, scales."""
-  return tuple(
-    # Axes of the slots in keys, values and their scales; `map` ends with the
-    # leaves, because only 8-bit caches have scales.
-    Slots(*map(function, (5, 4, 4, 4), *map(jax.tree.leaves, of_stack)))
-    for of_stack in zip(*stacks, strict=True)
-  )
-
-
-_AXES = None, "batch", "group", "kv_heads"
-
-
-def _constrain(block: Block) -> Block:
-  return jax.tree.map(lambda x: constrain(x, *_AXES), block)
-
-
 def grow(cache: Cache, slots: int) -> Cache:
-  """Adds room for more tokens.
-
-  A single stack gets a new block, so the cache is never held twice. Several
-  stacks are copied, because small blocks cost as much as large ones.
-  """
-  block = cache.blocks[-1]
-  if len(block) > 1:
-    wider = _map(lambda axis, x: pad(x, axis, slots), block)
-    return Cache(cache.index, (_constrain(wider),))
-  resized = lambda axis, x: (*x.shape[:axis], slots, *x.shape[axis + 1 :])
-  empty = _map(lambda axis, x: jnp.zeros(resized(axis, x), x.dtype), block)
-  return Cache(cache.index, (*cache.blocks, _constrain(empty)))
+  """Adds room for more tokens."""
+  return _constrain(jax.tree.map(lambda x: pad(x, _SLOT_AXIS, slots), cache))
 
 
 def map_rows(
@@ -167,8 +135,7 @@ def map_rows(
 ) -> Cache:
   """Maps a function of arrays [B, G, ...] over the rows of a cache."""
   mapped = jax.vmap(function)  # layer by layer
-  blocks = jax.tree.map(mapped, cache.blocks, *(x.blocks for x in others))
-  return Cache(cache.index, tuple(map(_constrain, blocks)))
+  return _constrain(jax.tree.map(mapped, cache, *others))
 
 
 def map_prompts(
@@ -180,71 +147,6 @@ def map_prompts(
   return jax.tree.map(lambda x: constrain(mapped(x), *names), stacks)
 
 
-def align(
-  cache: Cache, ends: Int[Array, "B G"], index: Int[Array, ""], slots: int
-) -> Cache:
-  """Moves the last tokens of all rows to the slots before `index`.
-
-  Rows that waited while other rows were written have unread slots from `ends`
-  on. After the move, `ages` and `slot_positions` hold for all rows:
-
-      ends 3, 5   a b c - - .    index 4    - a b c . .
-                  d e f g h .               e f g h . d
-
-  `cache` has a single block; `index` is the number of tokens in the longest
-  row, and `slots` the new number of slots, at least the old number.
-  """
-  (block,) = cache.blocks
-  shifts = index - ends
-  more = slots - _size(block[0])
-  move = lambda axis, x: pad(_roll_rows(x, shifts, axis), axis, more)
-  return Cache(index, (_constrain(_map(move, block)),))
-
-
-def _roll_rows(
-  x: Shaped[Array, "L B G ..."], shifts: Int[Array, "B G"], axis: int
-) -> Shaped[Array, "L B G ..."]:
-  """Rolls each row by its own shift, one at a time: XLA would copy all rows."""
-
-  def roll(x, shifts):
-    b, g = shifts.shape
-
-    def body(i, x):
-      # Row (i // G, i % G) in all layers: [L, 1, 1, ...]
-      at = (0, i // g, i % g, *[0] * (x.ndim - 3))
-      row = jax.lax.dynamic_slice(x, at, (len(x), 1, 1, *x.shape[3:]))
-      row = jnp.roll(row, shifts[i // g, i % g], axis)
-      return jax.lax.dynamic_update_slice(x, row, at)
-
-    return jax.lax.fori_loop(0, b * g, body, x)
-
-  mesh = jax.sharding.get_abstract_mesh()
-  if not free_axes(mesh):
-    return roll(x, shifts)
-  spec = activation_spec(mesh, x.shape, _AXES)
-  return jax.shard_map(
-    roll,
-    in_specs=(spec, P(*spec[1:3])),
-    out_specs=spec,
-    axis_names=set(free_axes(mesh)),
-  )(x, shifts)
-
-
-def _size(slots: Slots) -> int:
-  return slots.values.shape[-2]
-
-
-def capacity(cache: Cache) -> int:
-  """Returns C, the number of completion tokens that fit in a row."""
-  return sum(_size(block[0]) for block in cache.blocks)
-
-
-def split(x: Array, blocks: tuple[Slots, ...]) -> list[Array]:
-  """Splits an array [..., C] of all slots into an array per block."""
-  ends = list(itertools.accumulate(map(_size, blocks)))
-  return jnp.split(x, ends[:-1], axis=-1)
-
-
 def from_heads(*keys_values: Float[Array, "B G S K E"]) -> KeysValues:
   """Returns projected keys and values as a row."""
   rows = (x.transpose(0, 1, 3, 2, 4) for x in keys_values)
@@ -254,83 +156,65 @@ def from_heads(*keys_values: Float[Array, "B G S K E"]) -> KeysValues:
 def write(
   cache: Cache,
   tokens: tuple[KeysValues, ...],
+  positions: Int[Array, "B G S"],
   last: Float[Array, "B G S D"],
-  platform: str | None = None,
 ) -> Cache:
   """Writes the next tokens of all layers into their slots, in place.
 
-  `tokens` are keys and values of each stack, [layers, B, G, K, S, E], and
-  `last` the tokens' states after all layers; NaN in `last` writes 0. So the
-  write depends on every read of the cache, and XLA does it last instead of
-  copying the cache (an `optimization_barrier` has no effect there).
+  `tokens` are keys and values of each stack, [layers, B, G, K, S, E], at
+  `positions` in the completion; -1 writes nothing. `last` are the tokens'
+  states after all layers; NaN in `last` writes nothing. So the write depends on
+  every read of the cache, and XLA does it last instead of copying the cache (an
+  `optimization_barrier` has no effect there).
   """
-  *before, block = cache.blocks
-  # New tokens go to the last block, whose slots start after all others.
-  slot = cache.index - sum(_size(block[0]) for block in before)
-  real = last[..., 0] == last[..., 0]  # [B, G, S]: False on NaN
-  if block[0].key_scales is not None:
+  real = (last[..., 0] == last[..., 0]) & (positions >= 0)  # False on NaN
+  # Slots out of range are dropped.
+  at = jnp.where(real, positions, cache[0].values.shape[_SLOT_AXIS])
+  if cache[0].key_scales is not None:
     # (integers, scales) of keys and of values -> integers and scales of both
     pairs = (zip(*map(quantize, x), strict=True) for x in tokens)
     tokens = tuple(Slots(*integers, *scales) for integers, scales in pairs)
 
-  def write_one(axis, slots, new):
+  def write_one(slots, new):
     if slots.shape[3] < new.shape[3]:  # scales have an entry per head
       new = side_by_side(new, new.shape[3] // slots.shape[3])
-    if axis == 5:  # keys
-      new = new.swapaxes(4, 5)
-    # `real` [B, G, S] gets axes for heads and channels.
-    # It has no axis of layers, so its axis of tokens is `axis` - 1.
-    expanded = {*range(2, new.ndim - 1)} - {axis - 1}
-    mask = jnp.expand_dims(real, tuple(expanded))
-    new = jnp.where(mask, new.astype(slots.dtype), 0)
-    # The kernel writes single tokens into keys and values, in whole lanes:
-    # `9 - axis` is the axis of channels, 5 of values and 4 of keys.
-    by_kernel = platform == "tpu" and last.shape[2] == 1 and slots.ndim == 6
-    if by_kernel and runs_kernels() and slots.shape[9 - axis] % LANES == 0:
-      return _write_row(axis, slots, new, slot)
-    return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
+    return _on_devices(_put)(slots, new.astype(slots.dtype), at)
 
-  block = _constrain(_map(write_one, block, tokens))
-  return Cache(cache.index + last.shape[2], (*before, block))
+  leaves = zip(*map(jax.tree.leaves, (cache, tokens)), strict=True)
+  written = [write_one(*pair) for pair in leaves]
+  return _constrain(jax.tree.unflatten(jax.tree.structure(cache), written))
 
 
-def _write_row(
-  axis: int, slots: Array, new: Array, slot: Int[Array, ""]
+def _put(
+  slots: Shaped[Array, "L B G K C ..."],
+  new: Shaped[Array, "L B G K S ..."],
+  at: Int[Array, "B G S"],
 ) -> Array:
-  """Writes a slot of `axis` with the kernel; each device writes its rows."""
-  from grpojax.models import decoding_kernels  # Pallas is long to import
+  """Writes S tokens of each row at its own slots; slot C is dropped."""
+  b, g, _ = at.shape
+  prompt = jnp.arange(b)[:, None, None]
+  sample = jnp.arange(g)[:, None]
+  # The indexed axes come first: [B, G, S, L, K, ...].
+  new = jnp.moveaxis(new, (1, 2, _SLOT_AXIS), (0, 1, 2))
+  return slots.at[:, prompt, sample, :, at].set(new, mode="drop")
 
-  write = decoding_kernels.write_row
-  # The kernel takes [.., C, channels], the layout of values.
-  rows = lambda x: x.swapaxes(4, 5) if axis == 5 else x
-  slots = rows(slots)
-  new = rows(new)[..., 0, :]
-  mesh = jax.sharding.get_abstract_mesh()
-  if not mesh.empty:
+
+def _on_devices(write: Callable[..., Array]) -> Callable[..., Array]:
+  """Makes each device of the mesh write its own rows."""
+
+  def run(slots, new, at):
+    mesh = jax.sharding.get_abstract_mesh()
+    if not free_axes(mesh):
+      return write(slots, new, at)
     spec = activation_spec(mesh, slots.shape, _AXES)
-    write = jax.shard_map(
-      write, in_specs=(spec, spec, P()), out_specs=spec, check_vma=False
-    )
-  return rows(write(slots, new, slot))
+    return jax.shard_map(
+      write,
+      in_specs=(spec, spec, P(*spec[1:3])),
+      out_specs=spec,
+      axis_names=set(free_axes(mesh)),
+    )(slots, new, at)
 
-
-def ages(cache: Cache) -> Int[Array, "C"]:
-  """Returns the number of tokens after each slot, largest for empty slots."""
-  size = capacity(cache)
-  # Empty slots have negative ages, which the modulus makes the largest.
-  return (cache.index - 1 - jnp.arange(size)) % size
-
-
-def filled(cache: Cache) -> Bool[Array, "C"]:
-  """Returns True for slots with a token, if all rows have equally many."""
-  return jnp.arange(capacity(cache)) < cache.index
-
-
-def slot_positions(
-  cache: Cache, positions: Int[Array, "B G S"]
-) -> Int[Array, "B G C"]:
-  """Returns the positions of cached tokens from those of the next tokens."""
-  return positions[..., :1] - 1 - ages(cache)[None, None]
+  return run
 
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:

@@ -96,18 +96,13 @@ def _next_context(
   config: TransformerConfig,
   params: Params,
   cache: Cache,
-  lengths: Int[Array, "B G"] | None,
+  start: Int[Array, "B G"],
   positions: Int[Array, "B G S"],
-  prompt_mask: Bool[Array, "B P"],
+  prefix: Prefix,
 ) -> TokenContext:
-  """Returns the context of the next tokens of rows, `lengths` in the cache."""
-  mask = _row_mask(positions.shape[-1], None)
-  slot_mask = cache_lib.filled(cache)
-  if lengths is not None:
-    # Rows may have cached different numbers of tokens: each sees the slots of
-    # its own last `lengths` tokens, [B, G, 1, 1, 1, C].
-    ages = jnp.expand_dims(cache_lib.ages(cache), (0, 1, 2, 3, 4))
-    slot_mask = ages < lengths[..., None, None, None, None]
+  """Returns the context of the next tokens of rows with `start` tokens."""
+  _, prompt_mask = prefix.state
+  slots = jnp.arange(cache[0].values.shape[-2])
   if ROPE in params:  # positions of padding may be out of range
     look_up = lambda x: jnp.take(x, positions, axis=0, mode="clip")
     tables = jax.tree.map(look_up, params[ROPE])
@@ -115,11 +110,11 @@ def _next_context(
     tables = rope_of_kinds(config, positions)
   return TokenContext(
     tables,
-    mask,
+    _row_mask(positions.shape[-1], None),
     positions,
     prompt_mask,
-    slot_mask=slot_mask,
-    slot_positions=cache_lib.slot_positions(cache, positions),
+    slot_mask=slots < start[..., None, None, None, None],
+    slot_positions=prefix.length[:, None, None] + slots,
   )
 
 
@@ -223,7 +218,7 @@ class Passes:
   # parameters and no backward pass.
   remat: str | None
   row_attention: RowAttention | None  # for rows of more than `WHOLE` tokens
-  platform: str | None = None  # for decoding (`cache.write`)
+  platform: str | None = None  # for decoding
 
   def prefill(
     self,
@@ -263,25 +258,25 @@ class Passes:
     record: bool = False,
   ) -> ExtendOutput:
     """Runs completion tokens after a prefix."""
-    if cache is not None and segments is not None:
-      raise ValueError("segments are for training rows; decode without them")
-    lengths = None
+    if cache is not None and (segments is not None or positions is None):
+      raise ValueError(
+        "decoding with a cache needs positions, and no segments (for training)"
+      )
     params = cast(params, self.dtype)
     if positions is None:
-      start = 0 if cache is None else cache.index
-      positions = jnp.broadcast_to(start + jnp.arange(ids.shape[-1]), ids.shape)
-    else:
-      # The first new token's position is the number of cached tokens.
-      lengths = positions[..., 0]
+      positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
     # Positions in the whole sequence: padding of the prompt does not count.
-    positions = prefix.length[:, None, None] + positions
+    absolute = prefix.length[:, None, None] + positions
     keys_values, prompt_mask = prefix.state
     x = self._embed(params, ids)
     config = self.config
     if cache is not None:
-      rows = cache, lengths, positions, prompt_mask
-      context = _next_context(config, params, *rows)
-      return self._decode(params, keys_values, x, context, cache, record)
+      start = positions[..., 0]  # the number of tokens in each row's cache
+      context = _next_context(config, params, cache, start, absolute, prefix)
+      return self._decode(
+        params, keys_values, x, context, cache, positions, record
+      )
+    positions = absolute
     rows = positions, segments, prompt_mask
     context = _row_context(config, *rows, self.row_attention)
 
@@ -292,7 +287,9 @@ class Passes:
     x, _ = layer_stacks.scan(config, body, x, params, keys_values)
     return ExtendOutput(self._final_norm(params, x), None)
 
-  def _decode(self, params, keys_values, x, context, cache, record: bool):
+  def _decode(
+    self, params, keys_values, x, context, cache, positions, record: bool
+  ):
     """Runs the next tokens, and writes them to the cache after all layers."""
 
     def body(x, local, layer, prompt, slots):
@@ -304,12 +301,11 @@ class Passes:
     # If sliced, XLA:TPU would copy each layer's experts for every token.
     on_tpu = self.platform == "tpu"
     whole = moe.matrices_of(layer_stacks.stacks(params)[0]) if on_tpu else ()
-    slots = tuple(zip(*cache.blocks, strict=True))  # the blocks of each stack
     x, outputs = layer_stacks.scan(
-      self.config, body, x, params, keys_values, slots, whole=whole
+      self.config, body, x, params, keys_values, cache, whole=whole
     )
     tokens, experts = zip(*outputs, strict=True)
-    cache = cache_lib.write(cache, tokens, x, self.platform)
+    cache = cache_lib.write(cache, tokens, positions, x)
     experts = moe.recorded(self.config, experts) if record else None
     return ExtendOutput(self._final_norm(params, x), cache, experts)
 

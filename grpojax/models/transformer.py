@@ -183,7 +183,6 @@ def _lm(
     ),
     grow_cache=cache.grow,
     map_cache_rows=cache.map_rows,
-    align_cache_rows=cache.align,
     map_prefix_rows=passes.map_prefix_rows,
     forward=model.forward if model.remat else None,
     has_experts=bool(config.experts),

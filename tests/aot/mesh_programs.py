@@ -17,7 +17,6 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from grpojax.core import meshes
-from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.rollout import rollout
 from grpojax.core.step import init_state
@@ -83,7 +82,6 @@ def sample(lm, mesh, params, tensor=0, sampling=Sampling()):
     group_size=G,
     max_new_tokens=T,
     eos_ids=(1,),
-    decoding=Decoding(stages=2),
     sampling=sampling,
   )
   key = jax.eval_shape(lambda: jax.random.key(0))

@@ -83,20 +83,18 @@ def programs(
 ):
   """Returns the jitted functions of `chunks`, with their options."""
   jit = lambda f, **options: jax.jit(
-    functools.partial(f, lm, sampling=Sampling(**sampling), **options),
-    static_argnames="slots",
+    functools.partial(f, lm, sampling=Sampling(**sampling), **options)
   )
+  turns = {"turn_tokens": turn_tokens, "eos_ids": EOS}
   begin = jit(
     chunks.begin,
+    **turns,
     group_size=4,
     max_new_tokens=t_max,
-    eos_ids=EOS,
     pad_id=0,
-    slots=episodes.cache_sizes(t_max)[0],
     record_experts=record_experts,
   )
-  turns = {"tokens": tokens, "turn_tokens": turn_tokens, "eos_ids": EOS}
-  decode = jit(chunks.decode, **turns)
+  decode = jit(chunks.decode, tokens=tokens, **turns)
   return Programs(begin, decode, jit(chunks.feed), jax.jit(chunks.finish))
 
 

@@ -40,9 +40,9 @@ def programs():
   """Returns the programs that begin, decode a chunk, and feed observations."""
   bind = lambda f, **options: jax.jit(functools.partial(f, LM, **options))
   return (
-    bind(chunks.begin, slots=36, eos_ids=ENDS, pad_id=0, **SIZES),
-    bind(chunks.decode, tokens=6, slots=36, eos_ids=ENDS),
-    bind(chunks.feed, slots=36),
+    bind(chunks.begin, eos_ids=ENDS, pad_id=0, **SIZES),
+    bind(chunks.decode, tokens=6, eos_ids=ENDS),
+    bind(chunks.feed),
   )
 
 

@@ -1,14 +1,14 @@
-"""Stages and compaction of the decoding loop: equal samples, less work."""
+"""Shapes of the token loop: equal samples, less work."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy_fixtures import single_loop
 
 from grpojax.aot import hlo, trips
-from grpojax.core import decoding as decoding_lib
-from grpojax.core import meshes
-from grpojax.core.decoding import Compaction, Decoding
+from grpojax.core import decoding, meshes
+from grpojax.core.decoding import compaction
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models import lora
@@ -25,14 +25,13 @@ PROMPTS = Prompts(
 )
 # Samples end early or late; two of the first group use all tokens.
 BUDGETS = jnp.asarray([[50, 3, 20, 50, 17], [1, 40, 0, 9, 33], [50] * G])
-PLAIN = Decoding(stages=1, compact=False)
 SHAPE = dict(vocab_size=11, width=16, heads=4, kv_heads=2, head_dim=4, mlp=24)
 
 
 @pytest.fixture(autouse=True)
-def short_stages(monkeypatch):
-  """Compacts stages of 16 tokens, too."""
-  monkeypatch.setattr(decoding_lib, "LEAST_TOKENS", 16)
+def short_rollouts(monkeypatch):
+  """Shrinks the batch of short rollouts, too."""
+  monkeypatch.setattr(compaction, "LEAST_TOKENS", 16)
 
 
 def model(name):
@@ -56,10 +55,10 @@ def model(name):
   return lora.adapt(lm, params, 0.5), adapters
 
 
-def run(lm, params, decoding, budgets=BUDGETS, prompts=PROMPTS, **settings):
+def run(lm, params, budgets=BUDGETS, prompts=PROMPTS, **settings):
   settings = {"group_size": G, "max_new_tokens": T, "eos_ids": (12,)} | settings
   draw = lambda params, budgets: rollout(
-    lm, params, prompts, KEY, budgets=budgets, decoding=decoding, **settings
+    lm, params, prompts, KEY, budgets=budgets, **settings
   )
   return jax.jit(draw)(params, budgets)
 
@@ -83,8 +82,8 @@ MODELS = [
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_do_not_change_samples(name, tabular):
-  """A chain's samples end at an EOS; a simple cache has one stage."""
+def test_shapes_of_the_loop_do_not_change_samples(name, tabular):
+  """A chain's samples end at an EOS; a simple cache has one batch size."""
   settings = {}
   if name in ("chain", "simple"):
     lm = tabular.lm(3, 11)
@@ -94,19 +93,18 @@ def test_stages_do_not_change_samples(name, tabular):
       lm = lm._replace(map_cache_rows=None)
   else:
     lm, params = model(name)
-  expected = run(lm, params, PLAIN, **settings)
-  staged = run(lm, params, Decoding(stages=3), **settings)
-  assert_same(staged, expected)
+  expected = run(single_loop(lm), params, **settings)
+  assert_same(run(lm, params, **settings), expected)
   assert expected.finished.any() == bool(settings)
 
 
-def watched(lm, axis):
+def watched(lm):
   """Returns a function that runs a model and records its rows per token."""
   rows = []
 
-  def extend(params, prefix, ids, cache=None, **_):
+  def extend(params, prefix, ids, cache=None, positions=None):
     assert prefix.state.shape == ids.shape[:1]
-    jax.debug.callback(lambda n=ids.shape[axis]: rows.append(n))
+    jax.debug.callback(lambda n=ids.shape[0] * ids.shape[1]: rows.append(n))
     return lm.extend(params, prefix, ids, cache)
 
   def counted(call, **changes):
@@ -120,88 +118,61 @@ def watched(lm, axis):
 
 
 @pytest.mark.slow
-def test_groups_shrink_to_their_unfinished_samples(tabular):
+def test_the_batch_shrinks_to_unfinished_rows(tabular, monkeypatch):
   budgets = jnp.asarray([[50, 20, 20, 20, 20], [40, 40, 1, 1, 1], [0] * G])
-  table = jnp.zeros((3, 12, 11))
-  counted = watched(tabular.lm(3, 11), 1)
-  three = Decoding(stages=3)
-  _, rows = counted(lambda lm: run(lm, table, three, budgets=budgets))
-  # Stages end at tokens 16, 32 and 49. The third starts with one unfinished
-  # sample in the first group, and two in the second.
-  assert rows == [5] * 32 + [2] * 17
-
-
-LONG = 150
-ONE = jnp.asarray([[1], [150], [60], [3], [0], [150], [52], [9]])  # budgets
-ROWS = Prompts(
-  jnp.asarray(np.random.default_rng(2).integers(1, 11, (8, 4))),
-  jnp.arange(4) < np.array([4, 2, 3, 1, 4, 4, 1, 2])[:, None],
-)
-
-
-def one_each(lm, params, decoding, budgets=ONE):
-  settings = {"group_size": 1, "max_new_tokens": LONG}
-  return run(lm, params, decoding, budgets, ROWS, **settings)
-
-
-@pytest.mark.slow
-def test_the_batch_shrinks_to_unfinished_prompts(tabular, monkeypatch):
   lm = tabular.lm(3, 11)
   table = lm.init(jax.random.key(5))
-  counted = watched(lm, 0)
-  three = Decoding(stages=3)
-  out, rows = counted(lambda lm: one_each(lm, table, three))
-  # Stages end at 48, 96 and 149, with four unfinished prompts, two, and none.
-  assert rows == [8] * 96 + [2] * 53
-  assert_same(out, one_each(lm, table, PLAIN))
-  simple, rows = counted(
-    lambda lm: one_each(lm, table, three), map_prefix_rows=None
-  )
-  assert_same(simple, out)
-  assert rows == [8] * 149
-  # The last stage is skipped if all are done.
-  few = jnp.minimum(ONE, 90)
-  _, rows = counted(lambda lm: one_each(lm, table, three, few))
-  assert rows == [8] * 89
-  # Short stages have one size.
-  monkeypatch.setattr(decoding_lib, "LEAST_TOKENS", 48)
-  _, rows = counted(lambda lm: one_each(lm, table, Decoding(stages=4)))
-  assert rows == [8] * 149
+  counted = watched(lm)
+  sample = lambda lm: run(lm, table, budgets=budgets)
+  out, rows = counted(sample)
+  # 7 rows of 15 are unfinished after the first token, 3 after token 20, and 1
+  # after token 40; batches have 15, 8, 4 or 2 rows.
+  assert rows == [8] * 19 + [4] * 20 + [2] * 10
+  assert_same(out, sample(single_loop(lm)))
+  for missing in ("map_prefix_rows", "map_cache_rows"):
+    whole, rows = counted(sample, **{missing: None})
+    assert_same(whole, out)
+    assert rows == [15] * 49
+  # No loop runs once all rows are done, and short rollouts do not shrink.
+  monkeypatch.setattr(compaction, "LEAST_TOKENS", 50)
+  few = jnp.minimum(budgets, 5)
+  _, rows = counted(lambda lm: run(lm, table, budgets=few))
+  assert rows == [15] * 4
 
 
 @pytest.mark.parametrize(
   "sizes, shape, expected",
   [
-    ((4, 1, 1, 1), (8, 1), Compaction(4, 2, True)),
-    ((2, 2, 1, 2), (8, 1), Compaction(4, 2, True)),
+    ((4, 1, 1, 1), (8, 1), 4),
+    ((2, 2, 1, 2), (8, 1), 4),
     ((4, 2, 1, 1), (8, 1), None),
     ((2, 4, 1, 1), (2, 4), None),  # groups are cut
-    ((1, 1, 1, 4), (8, 4), Compaction(8, 4, False)),
+    ((1, 1, 1, 4), (8, 4), 1),
   ],
 )
-def test_prompts_stay_on_their_devices(sizes, shape, expected):
+def test_rows_stay_on_their_devices(sizes, shape, expected):
   mesh = jax.sharding.AbstractMesh(
     sizes, meshes.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4
   )
   with jax.sharding.use_abstract_mesh(mesh):
-    assert decoding_lib.find_compaction(shape, prompts=True) == expected
+    assert compaction._parts(*shape) == expected
 
 
-def test_compaction_takes_rows_of_each_device():
-  halves = Compaction(2, 4, True)
-  done = jnp.asarray([1, 1, 0, 1, 0, 1, 1, 1], bool)[:, None]
-  order = halves.order(done, 1)
-  x = jnp.arange(8)
-  np.testing.assert_array_equal(halves.take(x, order), [2, 4])
-  new = halves.put(jnp.asarray([-2, -4]), x, order)
-  np.testing.assert_array_equal(new, [0, 1, -2, 3, -4, 5, 6, 7])
+def test_rows_are_taken_of_each_part():
+  done = jnp.asarray([[1, 1], [0, 1], [0, 1], [1, 1]], bool)
+  order = compaction.unfinished_first(done, 2, 1)
+  x = jnp.arange(8).reshape(4, 2)
+  few = compaction.take(x, order)
+  np.testing.assert_array_equal(few, [[2], [4]])
+  new = compaction.put(-few, x, order)
+  np.testing.assert_array_equal(new, [[0, 1], [-2, 3], [-4, 5], [6, 7]])
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.int32])
 def test_experts_are_unpacked_as_packed(dtype):
   experts = jnp.arange(2 * 3 * 4 * 5, dtype=dtype).reshape(2, 3, 4, 5)
-  words = decoding_lib._pack_experts(experts)
-  unpacked = decoding_lib.unpack_experts(words, experts[:, 0])
+  words = decoding._pack_experts(experts)
+  unpacked = decoding.unpack_experts(words, experts[:, 0])
   np.testing.assert_array_equal(unpacked, experts)
 
 
@@ -212,8 +183,9 @@ def test_a_token_copies_neither_cache_nor_weights():
   params = jax.eval_shape(lm.init, jax.random.key(0))
 
   options = {"group_size": G, "max_new_tokens": 65, "eos_ids": (12,)}
-  options |= {"decoding": PLAIN}
-  sample = lambda params: rollout(lm, params, PROMPTS, KEY, **options)
+  sample = lambda params: rollout(
+    single_loop(lm), params, PROMPTS, KEY, **options
+  )
   module = hlo.parse(jax.jit(sample).lower(params).compile().as_text())
   counts = {}
   for computation in module.computations.values():

@@ -132,7 +132,9 @@ def test_training_and_decoding_match_the_module(case):
   np.testing.assert_allclose(logits, expected[:, :, 1:], atol=1e-5)
   cache = lm.init_cache(len(LENGTHS), GROUP_SIZE, COMPLETION)
   for t in range(COMPLETION):
-    hidden, cache = extend(params, prefix, COMPLETIONS[:, :, t : t + 1], cache)
+    ids = COMPLETIONS[:, :, t : t + 1]
+    at = jnp.full_like(ids, t)
+    hidden, cache = extend(params, prefix, ids, cache, at)
     logits = lm.unembed(params, hidden)[:, :, 0]
     np.testing.assert_allclose(logits, expected[:, :, t + 1], atol=1e-5)
   assert len(traces) == 2  # the cache does not change its type
@@ -142,15 +144,8 @@ def test_training_and_decoding_match_the_module(case):
 def test_positions_reach_the_module_and_packed_rows_are_refused():
   lm, params, _ = bare_case()
   prefix = lm.prefill(params, *BATCH)
-  extend = jax.jit(lm.extend)
   spread = jnp.broadcast_to(2 * jnp.arange(COMPLETION), COMPLETIONS.shape)
-  cache = lm.init_cache(len(LENGTHS), GROUP_SIZE, COMPLETION)
-  outputs = []
-  for t in range(COMPLETION):
-    new = COMPLETIONS[..., t : t + 1], cache, spread[..., t : t + 1]
-    hidden, cache = extend(params, prefix, *new)
-    outputs.append(hidden)
-  hidden = jnp.concatenate(outputs, axis=2)
+  hidden, _ = jax.jit(lm.extend)(params, prefix, COMPLETIONS, None, spread)
   for b, n in enumerate(LENGTHS):
     row = jnp.concatenate([BATCH[0][b, :n], COMPLETIONS[b, 0]])[None]
     positions = jnp.concatenate([jnp.arange(n), n + spread[b, 0]])[None]

@@ -174,7 +174,9 @@ def ours(path, with_gradients):
   cache = lm.init_cache(3, G, T + 2)
   cached = []
   for t in range(T):
-    hidden, cache, _ = extend(params, prefix, ids[:, :, t : t + 1], cache)
+    new = ids[:, :, t : t + 1]
+    at = jnp.full_like(new, t)
+    hidden, cache, _ = extend(params, prefix, new, cache, at)
     cached.append(lm.unembed(params, hidden))
   grads = grads if with_gradients else None
   return first, logits, jnp.concatenate(cached, 2), grads

@@ -19,7 +19,6 @@ from small_models import (
 )
 
 from grpojax.core import meshes
-from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.models import cache as cache_lib
@@ -55,7 +54,7 @@ def rounded_params(params):
 
 
 def drawn(lm, params, sampling):
-  options = dict(max_new_tokens=36, decoding=Decoding(compact=False))
+  options = dict(max_new_tokens=36)
   return sample(lm, params, PROMPTS, sampling=sampling, **options)
 
 

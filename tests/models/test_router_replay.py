@@ -25,7 +25,6 @@ from small_models import (
 from small_models import sample as sample_of
 
 from grpojax.core.batch import make_batch
-from grpojax.core.decoding import Decoding
 from grpojax.core.objective import Objective
 from grpojax.core.packing.packed_logprobs import completion_logprobs
 from grpojax.core.update import UpdateOptions
@@ -60,9 +59,7 @@ def lengths_of(samples):
 
 WAYS = {
   "token by token": lambda *model: sample(*model, 40),
-  "in stages, and fewer rows": lambda *model: sample(
-    *model, 112, decoding=Decoding(stages=2), eos_ids=(0,)
-  ),
+  "in shrinking batches": lambda *model: sample(*model, 112, eos_ids=(0,)),
   "an environment of the device": lambda *model: sample(
     *model, 24, environment=ENVIRONMENT
   ),

@@ -224,7 +224,8 @@ def check_models():
     def step(carry):
       i, cache, out = carry
       token = jax.lax.dynamic_slice_in_dim(ids, i, 1, axis=2)
-      new, cache, _ = model.extend(params, prefix, token, cache)
+      at = jnp.full_like(token, i)
+      new, cache, _ = model.extend(params, prefix, token, cache, at)
       out = jax.lax.dynamic_update_slice_in_dim(out, new, i, axis=2)
       return i + 1, cache, out
 

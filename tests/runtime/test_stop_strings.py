@@ -10,7 +10,6 @@ import pytest
 import tokenizers as tokenizers_lib
 from tokenizers import decoders, models
 
-from grpojax.core.decoding import Decoding
 from grpojax.core.ends import Ends
 from grpojax.core.rollout import completion_mask, rollout
 from grpojax.core.types import Prompts
@@ -119,8 +118,7 @@ def test_invalid_strings_are_refused():
   assert build(["ab", "xaby"]).table.shape[0] == 2  # "ab" always ends first
 
 
-@pytest.mark.parametrize("decoding", [Decoding(1, False), Decoding(2)])
-def test_rollouts_equal_cut_rollouts_without_strings(tiny, decoding):
+def test_rollouts_equal_cut_rollouts_without_strings(tiny):
   tokenizer = of_words(WORDS, decoders.Fuse())
   prompts = Prompts(jnp.array([[1, 2], [3, 4]]), jnp.ones((2, 2), bool))
   run = lambda ends: jax.jit(
@@ -132,7 +130,6 @@ def test_rollouts_equal_cut_rollouts_without_strings(tiny, decoding):
       group_size=8,
       max_new_tokens=112,
       eos_ids=ends,
-      decoding=decoding,
     )
   )(tiny.params)
   strings = ["bcaaa", "ddab", "cabcd"]

@@ -1,19 +1,30 @@
-"""The decoding loops of `rollout`.
+"""The token loop of rollouts: each pass draws the next token of every row.
 
-Token t of a sample is drawn from the sample's own key and t alone, so the shape
-of the loop changes the work but no sample. In `in_stages` the cache grows with
-the tokens, and the batch shrinks as samples finish:
+Rows have their own lengths: a row's last token enters the cache at its own
+slot and predicts the row's next token. Token t of a sample is drawn from the
+sample's own key and t alone, so neither the other rows nor the shape of the
+loop change a sample. `read_last` and `append` are the two halves of a pass:
 
-    stage 0   tokens 1 .. 16    cache of 16   all samples
-    stage 1   tokens 17 .. 32   cache of 32   unfinished samples: G, a half, ...
+    rollout    `token_loop`, in shrinking batches on CPUs (`compaction`)
+    turns      `environment.advance` in the loop, or chunks of the loop with
+               answers of the host in between (`chunks`)
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree, UInt32
+from jaxtyping import (
+  Array,
+  Bool,
+  Float,
+  Int,
+  Integer,
+  Key,
+  PyTree,
+  Shaped,
+  UInt32,
+)
 
 from grpojax.core import ends as ends_lib
 from grpojax.core import environment as environment_lib
@@ -23,27 +34,13 @@ from grpojax.core.decoding.sampling import (
   sample_parts,
   uniform,
 )
-from grpojax.core.meshes import constrain, runs_kernels, sample_cuts
-from grpojax.core.options import frozen_options, one_or_more, option
+from grpojax.core.meshes import constrain, runs_kernels
 from grpojax.core.random_keys import random_key
 from grpojax.core.types import LM, Cache, ExtendOutput, Params, Prefix, Prompts
 
-LEAST_TOKENS = 48
-"""Tokens of the shortest stage that is compiled for several batch sizes."""
-
-
-@frozen_options
-class Decoding:
-  """Shape of the decoding loop; it changes no sample.
-
-  All stages but the last end at multiples of 16 tokens, and attention reads the
-  stages so far. Compaction, at the start of each long stage but the first,
-  decodes unfinished samples in a batch of a half, a quarter or an eighth of the
-  group (in groups of a single sample, a quarter of the prompts).
-  """
-
-  stages: int = one_or_more(4, "number of cache lengths, each compiled")
-  compact: bool = option(True, "decode unfinished samples in a smaller batch")
+BETWEEN_CHECKS = 16
+"""Tokens between two questions whether all rows are done, on accelerators: the
+answer costs a transfer to the host on GPUs, a collective on a slice of TPUs."""
 
 
 class Samples(NamedTuple):
@@ -60,7 +57,7 @@ class Samples(NamedTuple):
 
 
 class Setup(NamedTuple):
-  """Constant inputs of the decoding loop."""
+  """Constant inputs of the token loop."""
 
   lm: LM  # prepared for decoding
   params: Params  # prepared with it
@@ -145,88 +142,14 @@ def no_samples(
   )
 
 
-take = jax.vmap(lambda x, index: x[index])
-"""Takes entries of the second axis: [n, m, ...], [n, few] -> [n, few, ...]."""
-
-
-class Compaction(NamedTuple):
-  """Moves unfinished samples into a smaller batch.
-
-  Rows are seen as [parts, size, ...]: the samples of each group or, in groups
-  of a single sample, the prompts of each device. So rows never change devices.
-
-      done     [[0, 1, 1, 0], [1, 1, 0, 1]]
-      order 2  [[0, 3], [2, 0]]  two rows of each part, unfinished ones first
-  """
-
-  parts: int
-  size: int  # number of rows of each part
-  of_prompts: bool  # a row is a prompt
-
-  def sizes(self, stage: int, tokens: int) -> list[int]:
-    """Returns the compiled sizes of a part in a stage, descending.
-
-    Stage 0 has all rows. With single samples per prompt (as in evaluations,
-    which are rare) there are at most two sizes.
-    """
-    if tokens < LEAST_TOKENS:
-      return [self.size]
-    halvings = [0, 2] if self.of_prompts else range(4)
-    # Samples finish gradually: a stage has one more size than the one before.
-    allowed = halvings[: stage + 1]
-    return sorted({-(-self.size // 2**i) for i in allowed}, reverse=True)
-
-  def most_alive(self, done: Bool[Array, "B G"]) -> Int[Array, ""]:
-    """Returns the largest number of unfinished rows in a part."""
-    done = done.reshape(self.parts, self.size)
-    return jnp.max(jnp.sum(~done, axis=1))
-
-  def order(
-    self, done: Bool[Array, "B G"], size: int
-  ) -> Int[Array, "parts {size}"]:
-    """Returns `size` rows of each part, unfinished ones first."""
-    done = done.reshape(self.parts, self.size)
-    # False sorts before True, and a stable sort keeps the order of equal rows.
-    return jnp.argsort(done, axis=1, stable=True)[:, :size]
-
-  def _by_part(self, x: Array) -> Array:
-    """Reshapes [B, G, ...] or, of prompts, [B, ...] to [parts, size, ...]."""
-    lead = 1 if self.of_prompts else 2
-    return x.reshape(self.parts, self.size, *x.shape[lead:])
-
-  def take(self, x: Array, order: Int[Array, "parts few"]) -> Array:
-    """Takes rows of an array [B, G, ...] or, of prompts, [B, ...]."""
-    few = take(self._by_part(x), order)
-    return few.reshape(-1, *x.shape[1:]) if self.of_prompts else few
-
-  def put(self, new: Array, x: Array, order: Int[Array, "parts few"]) -> Array:
-    """Writes rows back into an array, the inverse of `take`."""
-    new = new.reshape(*order.shape, *x.shape[1 if self.of_prompts else 2 :])
-    put = jax.vmap(lambda x, order, new: x.at[order].set(new))
-    return put(self._by_part(x), order, new).reshape(x.shape)
-
-
-def find_compaction(shape: tuple[int, int], prompts: bool) -> Compaction | None:
-  """Returns the compaction of B and G samples, or None if it is impossible."""
-  b, g = shape
-  parts, of_groups = sample_cuts(b, g)
-  if g > 1:  # no sample may change its device
-    return None if of_groups > 1 else Compaction(b, g, False)
-  if not prompts or b == parts:
-    return None
-  return Compaction(parts, b // parts, True)
-
-
 def draw(
   setup: Setup,
   keys: Key[Array, "B G"],
-  t: Int[Array, "..."],
+  t: Int[Array, "B G"],
   hidden: Float[Array, "B G D"],
 ) -> tuple[Int[Array, "B G"], Float[Array, "B G"]]:
   """Draws token t of each sample; returns ids and log-probabilities."""
-  # t is one number in `in_stages`, and a number per row, [B, G], in `chunks`.
-  fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
-  keys = fold(keys, t)
+  keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, t)
   lm = setup.lm
   sampling = setup.sampling
   by_parts = lm.draw_parts is not None and sampling.is_whole
@@ -259,168 +182,165 @@ def prefill(
   return prefix.replace(experts=None), prefix.experts
 
 
-def extend(
-  setup: Setup,
-  ids: Int[Array, "B G S"],
-  cache: Cache,
-  record: bool,
-  **positions: Any,
-) -> tuple[Float[Array, "B G S D"], Cache, UInt32[Array, "B G S W"] | None]:
-  """Runs the next tokens; also returns their packed experts if `record`."""
-  # Only models with experts have the parameter `record`.
-  options = positions | ({"record": True} if record else {})
-  output = setup.lm.extend(setup.params, setup.prefix, ids, cache, **options)
-  hidden, cache, experts = ExtendOutput(*output)
-  return hidden, cache, _pack_experts(experts) if record else None
+def first_hidden(setup: Setup) -> Float[Array, "B G D"]:
+  """Returns the prompts' last states, which predict the first tokens."""
+  last = setup.prefix.last_hidden[:, None]
+  return jnp.broadcast_to(last, (*setup.limit.shape, last.shape[-1]))
 
 
-def _append(
+def read(
   setup: Setup,
   samples: Samples,
-  t: Int[Array, ""],
+  cache: Cache,
+  ids: Int[Array, "B G S"],
+  positions: Int[Array, "B G S"],
+  real: Bool[Array, "B G S"],
+) -> tuple[Float[Array, "B G S D"], Samples, Cache]:
+  """Runs tokens through the model, and records the experts of `real` ones.
+
+  Rows at position -1 read and write nothing, and their states are not used.
+  """
+  # Only models with experts have the parameter `record`.
+  record = samples.experts is not None
+  options = {"record": True} if record else {}
+  output = setup.lm.extend(
+    setup.params, setup.prefix, ids, cache, positions=positions, **options
+  )
+  hidden, cache, experts = ExtendOutput(*output)
+  if record:
+    put = lambda x, new, at: x.at[at].set(new, mode="drop")
+    # T is out of range, and such writes are dropped.
+    at = jnp.where(real, positions, samples.experts.shape[2])
+    experts = _pack_experts(experts)
+    experts = jax.vmap(jax.vmap(put))(samples.experts, experts, at)
+    samples = samples._replace(experts=experts)
+  return hidden, samples, cache
+
+
+def read_last(
+  setup: Setup, samples: Samples, cache: Cache, alive: Bool[Array, "B G"]
+) -> tuple[Float[Array, "B G D"], Samples, Cache]:
+  """Runs the last token of each `alive` row; returns the states after it."""
+  at = jnp.maximum(samples.length - 1, 0)[..., None]
+  last = jnp.take_along_axis(samples.ids, at, axis=-1)
+  real = alive[..., None]
+  at = jnp.where(real, at, -1)
+  hidden, samples, cache = read(setup, samples, cache, last, at, real)
+  return hidden[:, :, 0], samples, cache
+
+
+def at_end(
+  old: Shaped[Array, "B G T"],
+  new: Shaped[Array, "B G"],
+  length: Int[Array, "B G"],
+  alive: Bool[Array, "B G"],
+) -> Array:
+  """Writes `new` [B, G] at the last token of the `alive` rows of `old`."""
+  is_last = jnp.arange(old.shape[-1]) == length[..., None] - 1
+  return jnp.where(is_last & alive[..., None], new[..., None], old)
+
+
+def append(
+  setup: Setup,
+  samples: Samples,
   hidden: Float[Array, "B G D"],
-) -> Samples:
-  """Draws token t of each unfinished sample, or copies an observation's."""
-  alive = ~samples.done
+  alive: Bool[Array, "B G"],
+  is_last: Bool[Array, "B G"] | bool = False,
+) -> tuple[Samples, Bool[Array, "B G"], Bool[Array, "B G"]]:
+  """Draws the next token of `alive` rows, or copies an observation's.
+
+  Returns the samples, and masks of the rows with a drawn token and of those
+  whose token ends a completion or turn; `is_last` tokens end it in any case.
+  """
   episodes = samples.episodes
-  ids, logprobs = draw(setup, setup.keys, t, hidden)
+  ids, logprobs = draw(setup, setup.keys, samples.length, hidden)
   # Rows with unread tokens of an observation take the next of these instead.
   drawn = alive
   if episodes is not None:
     drawn = alive & ~episodes.forced
     ids = episodes.next_ids(ids)
     logprobs = jnp.where(drawn, logprobs, 0.0)
-
-  def at_t(old, new):  # finished samples keep their padding
-    before = jax.lax.dynamic_index_in_dim(old, t, axis=2, keepdims=False)
-    return old.at[:, :, t].set(jnp.where(alive, new, before))
-
-  rows = at_t(samples.ids, ids)
-  length = samples.length + alive
   is_end, state = ends_lib.advance(setup.ends, samples.stop_state, ids)
-  ended = over = drawn & is_end
-  # Observations and ends reset the state: a stop string lies within a turn.
-  state = ends_lib.within(state, drawn, is_end)
-  if episodes is not None:
+  ended = drawn & (is_end | is_last)
+  length = samples.length + alive
+  samples = samples._replace(
+    ids=at_end(samples.ids, ids, length, alive),
+    logprobs=at_end(samples.logprobs, logprobs, length, alive),
+    length=length,
+    # Observations and ends reset the state: a stop string lies within a turn.
+    stop_state=ends_lib.within(state, drawn, ended),
+  )
+  return samples, drawn, ended
+
+
+def _next_token(
+  setup: Setup, samples: Samples, hidden: Float[Array, "B G D"]
+) -> Samples:
+  """Appends a token to each unfinished row, and steps its environment."""
+  alive = ~samples.done
+  before = samples.episodes
+  samples, drawn, ended = append(setup, samples, hidden, alive)
+  length = samples.length
+  over = ended
+  if before is not None:
     # Turn -1 marks tokens of observations.
-    turn = jnp.where(drawn, episodes.turn, -1)
-    episodes = episodes._replace(
-      read=episodes.read + (alive & ~drawn), turns=at_t(episodes.turns, turn)
+    turn = jnp.where(drawn, before.turn, -1)
+    episodes = before._replace(
+      read=before.read + (alive & ~drawn),
+      turns=at_end(before.turns, turn, length, alive),
     )
     # From here on `ended` marks trajectories that the environment has ended.
     episodes, ended, over = environment_lib.advance(
-      setup.environment, episodes, rows, setup.keys, length, setup.limit, ended
+      setup.environment,
+      episodes,
+      samples.ids,
+      setup.keys,
+      length,
+      setup.limit,
+      ended,
     )
+    samples = samples._replace(episodes=episodes)
   return samples._replace(
-    ids=rows,
-    logprobs=at_t(samples.logprobs, logprobs),
-    length=length,
     finished=samples.finished | ended,
     done=samples.done | over | (length >= setup.limit),
-    episodes=episodes,
-    stop_state=state,
   )
 
 
-def _decode(
-  setup: Setup, samples: Samples, cache: Cache, stage: tuple[int, int]
-) -> tuple[Samples, Cache]:
-  """Draws tokens start + 1 to end; stops early once all samples are done."""
-  start, end = stage
-
-  def body(state):
-    i, samples, cache = state
-    t = start + 1 + i
-    # The token before, [B, G, 1], enters the cache and predicts token t.
-    last = jax.lax.dynamic_slice_in_dim(samples.ids, t - 1, 1, axis=2)
-    record = samples.experts is not None
-    hidden, cache, experts = extend(setup, last, cache, record)
-    if record:  # of finished samples too: the completion mask excludes them
-      put = jax.lax.dynamic_update_slice_in_dim
-      experts = put(samples.experts, experts, t - 1, axis=2)
-      samples = samples._replace(experts=experts)
-    samples = _append(setup, samples, t, hidden[:, :, 0])
-    return i + 1, samples, cache
-
-  def goes_on(state):
-    return (state[0] < end - start) & ~jnp.all(state[1].done)
-
-  first = jnp.zeros((), jnp.int32), samples, cache
-  return jax.lax.while_loop(goes_on, body, first)[1:]
+def first_token(setup: Setup, samples: Samples) -> Samples:
+  """Draws the first token of each sample, which the prompt predicts."""
+  return _next_token(setup, samples, first_hidden(setup))
 
 
-def _stage_ends(count: int, stages: int) -> list[int]:
-  """Returns the ends of about equal stages: multiples of 16, but the last."""
-  stages = min(stages, max(count // 16, 1))
-  ends = {round(count * i / stages / 16) * 16 for i in range(1, stages)}
-  return [*sorted(ends), count]
-
-
-def _decode_few(
+def token_loop(
   setup: Setup,
-  compaction: Compaction | None,
-  size: int,
-  stage: tuple[int, int],
   samples: Samples,
   cache: Cache,
+  tokens: int,
+  *,
+  goes_on: Any = lambda samples: ~jnp.all(samples.done),
+  between_checks: int = 1,
 ) -> tuple[Samples, Cache]:
-  """Runs `_decode` on `size` rows of each part, unfinished ones first."""
-  if compaction is None or size == compaction.size:
-    return _decode(setup, samples, cache, stage)
-  # Take these rows of all inputs. Prompts belong to whole groups, so the prefix
-  # stays as it is unless rows are prompts.
-  order = compaction.order(samples.done, size)
-  lm = setup.lm
-  take = lambda x: compaction.take(x, order)
-  few_setup = setup._replace(keys=take(setup.keys), limit=take(setup.limit))
-  if compaction.of_prompts:
-    prefix = lm.map_prefix_rows(take, setup.prefix)
-    few_setup = few_setup._replace(prefix=prefix)
-  few = constrain_samples(jax.tree.map(take, samples))
-  few_cache = lm.map_cache_rows(take, cache)
-  few, few_cache = _decode(few_setup, few, few_cache, stage)
-  # Write them back; all other rows are done and stay as they are.
-  put = lambda new, x: compaction.put(new, x, order)
-  samples = constrain_samples(jax.tree.map(put, few, samples))
-  return samples, lm.map_cache_rows(put, few_cache, cache)
+  """Draws at most `tokens` tokens of each unfinished row.
 
-
-def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
-  """Decodes empty samples in stages, see `Decoding`.
-
-  A model without `grow_cache` and `map_cache_rows` has a single stage.
+  The loop ends if `goes_on(samples)`, asked every `between_checks` tokens, is
+  False.
   """
-  lm = setup.lm
-  b, g, t_max = samples.ids.shape
-  # The state of the prompt's last token predicts the first token.
-  first = setup.prefix.last_hidden[:, None]
-  first = jnp.broadcast_to(first, (b, g, first.shape[-1]))
-  samples = _append(setup, samples, jnp.int32(0), first)
-  if t_max == 1:
-    return samples
-  # A token enters the cache when the next one is drawn, so the last never does.
-  growing = lm.grow_cache is not None and lm.map_cache_rows is not None
-  ends = _stage_ends(t_max - 1, decoding.stages if growing else 1)
-  cache = lm.init_cache(b, g, ends[0])
-  start = 0
-  compaction = None
-  if growing and decoding.compact:
-    compaction = find_compaction((b, g), lm.map_prefix_rows is not None)
-  for stage, end in enumerate(ends):
-    if stage:
-      cache = lm.grow_cache(cache, end - start)
-    # A branch per size: the smallest with room for all unfinished rows runs.
-    sizes = compaction.sizes(stage, end - start) if compaction else [g]
-    branches = [
-      functools.partial(_decode_few, setup, compaction, size, (start, end))
-      for size in sizes
-    ]
-    # Sizes descend, so the index is the number of smaller sizes that suffice.
-    alive = compaction.most_alive(samples.done) if compaction else g
-    branch = sum(alive <= size for size in sizes[1:])
-    if len(sizes) > 1:  # the last branch skips the stage once all are done
-      branches.append(lambda samples, cache: (samples, cache))
-      branch = jnp.where(alive == 0, len(sizes), branch)
-    samples, cache = jax.lax.switch(branch, branches, samples, cache)
-    start = end
-  return samples
+
+  def token(_, state):
+    samples, cache = state
+    alive = ~samples.done
+    hidden, samples, cache = read_last(setup, samples, cache, alive)
+    return _next_token(setup, samples, hidden), cache
+
+  def body(state):
+    i, *rest = state
+    if between_checks == 1:
+      return i + 1, *token(i, rest)
+    return i + 1, *jax.lax.fori_loop(0, between_checks, token, tuple(rest))
+
+  def condition(state):
+    i, samples, _ = state
+    return (i < -(-tokens // between_checks)) & goes_on(samples)
+
+  first = jnp.zeros((), jnp.int32), samples, cache
+  return jax.lax.while_loop(condition, body, first)[1:]

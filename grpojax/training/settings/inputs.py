@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpojax.core.advantages.multi_reward import AGGREGATIONS
-from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.options import (
   frozen_options,
@@ -168,7 +167,6 @@ class SamplingSettings:
     "before; () = none",
   )
   distribution: Sampling = inline(Sampling())
-  decoding: Decoding = inline(Decoding())
   parts: int = one_or_more(
     1,
     "equal parts in which a step's prompts are sampled; reward.workers score "

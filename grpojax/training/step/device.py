@@ -43,7 +43,6 @@ def make_device_program(
       objective=settings.loss,
       update=settings.optim.update,
       sampling=settings.sampling.distribution,
-      decoding=settings.sampling.decoding,
       diagnose=diagnose and functools.partial(diagnose, lm),
       ref_lm=policy.teacher and policy.teacher.lm,
     )

@@ -67,22 +67,22 @@ def make_programs(
 ) -> episodes.Programs:
   """Compiles the functions of `core.decoding.chunks`."""
   longest = settings.sampling.max_new_tokens
-  common = {"eos_ids": policy.ends, "sampling": sampling}
+  common = {
+    "eos_ids": policy.ends,
+    "sampling": sampling,
+    "turn_tokens": settings.environment.max_turn_tokens,
+  }
   begin = functools.partial(
     chunks.begin,
     group_size=group_size,
     max_new_tokens=longest,
     pad_id=policy.pad_id,
-    slots=episodes.cache_sizes(longest)[0],
     record_experts=record_experts,
     **common,
   )
-  turn = settings.environment.max_turn_tokens
-  decode = functools.partial(
-    chunks.decode, tokens=episodes.TOKENS, turn_tokens=turn, **common
-  )
+  decode = functools.partial(chunks.decode, tokens=episodes.TOKENS, **common)
   feed = functools.partial(chunks.feed, sampling=sampling)
-  in_place = {"static_argnames": "slots", "donate_argnums": 2}
+  in_place = {"donate_argnums": 2}
   return episodes.Programs(
     policies.jit(policy, begin),
     policies.jit(policy, decode, **in_place),

@@ -121,7 +121,6 @@ def sampler_program(
       eos_ids=policy.ends,
       pad_id=policy.pad_id,
       sampling=sampling,
-      decoding=settings.sampling.decoding,
       budgets=budgets(prompts) if budgets else None,
       first_prompt=first_prompt,
       record_experts=record_experts,
