@@ -22,7 +22,7 @@ Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
 
 
 def template_options(settings: TrainSettings, policy: Policy) -> dict[str, Any]:
-  """Returns keyword arguments of the chat template, with tools if any."""
+  """Returns arguments of the chat template, including the tools, if any."""
   options = dict(settings.data.template_options)
   env = settings.environment
   if not env.on:
@@ -68,7 +68,7 @@ def padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Prompts:
   """Pads rows of token ids on the right."""
   mask = np.arange(width) < np.array([*map(len, rows)])[:, None]
   ids = np.full(mask.shape, pad_id, np.int32)
-  # The mask selects places row by row, in the order of the chained ids.
+  # The mask is filled row by row, in the order of the chained ids.
   ids[mask] = list(itertools.chain(*rows))
   return Prompts(ids, mask)
 
@@ -90,7 +90,7 @@ def trim(prompts: Prompts) -> Prompts:
 
 
 def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
-  """Returns trimmed batches of a single pass over held-out examples."""
+  """Returns trimmed batches that contain each held-out example once."""
   size = settings.eval.batch_size
   batches = prompt_batches(
     settings, policy, examples, batch_size=size, shuffle=False, repeat=False
@@ -101,7 +101,7 @@ def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
 def take(
   batches: Batches, count: int, mesh: jax.sharding.Mesh
 ) -> tuple[Prompts, list[dict[str, Any]]]:
-  """Joins the next `count` batches; trims and places them on a mesh."""
+  """Joins the next `count` batches, trims them and places them on a mesh."""
   prompts, examples = zip(*(next(batches) for _ in range(count)), strict=True)
   joined = jax.tree.map(lambda *x: np.concatenate(x), *prompts)
   flat = [*itertools.chain(*examples)]
@@ -116,7 +116,7 @@ def training_batches(
   start: int = 0,
   parts: int = 1,
 ) -> Batches:
-  """Returns training batches from prompt `start` on, `parts` per step."""
+  """Returns training batches, `parts` per step, from prompt `start` on."""
   samples = batches_lib.samples_per_step(settings)
   target = None
   if settings.reward.on_device:
@@ -143,6 +143,6 @@ def prompts_of(
 
 
 def device_reward(settings: TrainSettings, policy: Policy):
-  """Returns `(target, reward)` of `exact_ids`, which score token ids."""
+  """Returns the functions `(target, reward)` that score ids on the device."""
   (name,) = settings.reward.functions
   return exact_ids.ON_DEVICE[name](policy.tokenizer, policy.eos_ids)

@@ -1,4 +1,4 @@
-"""Verdict on a run: a sentence computed from its metrics."""
+"""Verdict on a run: a sentence that sums up its metrics."""
 
 import collections
 import functools
@@ -18,8 +18,8 @@ _UNTAUGHT = {
   "skipped_updates": "gradients were not finite",
   "zero_variance_groups": "no group's rewards differed",
 }
-_OFTEN = 0.05  # minimum share of steps for a problem to be shown
-_QUARTER = 4  # minimum number of steps in a quarter for a trend
+_OFTEN = 0.05  # minimum share of steps with a problem that is shown
+_QUARTER = 4  # minimum number of steps in a quarter, to see a trend
 
 
 class Facts(NamedTuple):
@@ -87,9 +87,9 @@ def _stop(run: Facts) -> str | None:
 
 
 def _untaught(row: Row) -> str:
-  """Returns why a step learned nothing; "" if it did."""
+  """Returns the reason why a step taught nothing; "" for other steps."""
   for name, why in _UNTAUGHT.items():
-    # An update without tokens in the loss is also skipped; its norm is 0.
+    # An update with no token in the loss is skipped, too, with gradient 0.
     finite = name == "skipped_updates" and "grad_norm" in row
     if row.get(name, 0) >= 1 and not finite:
       return why
@@ -98,7 +98,8 @@ def _untaught(row: Row) -> str:
 
 def _learned_nothing(run: Facts) -> str | None:
   reasons = collections.Counter(map(_untaught, run.steps))
-  rose = run.gain and run.gain["low"] > 0  # advantages may compare groups
+  # Advantages that compare groups learn even from groups of equal rewards.
+  rose = run.gain and run.gain["low"] > 0
   if rose or "" in reasons:
     return None
   total = len(run.steps)
@@ -119,13 +120,13 @@ def _stopped(run: Facts) -> str | None:
 
 
 def _fell(run: Facts) -> str | None:
-  """Compares the last accuracy with the first and with the best."""
+  """Returns a sentence if accuracy fell from the first or best evaluation."""
   if len(run.evaluations) < 2:
     return None
   first, *_, last = run.evaluations
   top = max(run.evaluations, key=lambda row: row["accuracy"])
-  # A paired comparison with the start suffices; else the intervals of the best
-  # and the last evaluation must not overlap.
+  # Accuracy fell if a paired comparison with the start says so, or if the
+  # intervals of the best and the last evaluation do not overlap.
   if run.gain and run.gain["high"] < 0:
     top = first
   elif top["accuracy_low"] <= last["accuracy_high"]:
@@ -145,15 +146,15 @@ def _no_improvement(run: Facts) -> str | None:
 
 
 def _still_improving(run: Facts) -> str | None:
-  """Compares mean rewards in the last two quarters of the steps."""
+  """Returns a sentence if rewards rose in the last quarter of the steps."""
   rewards = np.array([row.get("reward_mean", np.nan) for row in run.steps])
   quarter = len(rewards) // 4
-  # A solved task has full rewards and no gradient.
+  # On a solved task all rewards are equal, so no step has a gradient.
   if quarter < _QUARTER or all(map(_untaught, run.steps[-quarter:])):
     return None
   rises = rewards[-quarter:] - rewards[-2 * quarter : -quarter]
   mean, low, _ = mean_interval(rises)
-  if not low > 0:  # or not a number
+  if not low > 0:  # also for NaN
     return None
   more = "; more steps may help (--config.steps)" if run.finished else ""
   return (
@@ -199,7 +200,7 @@ def verdict(run: Facts) -> dict[str, str]:
 
 
 def troubled_metrics(run: Facts) -> list[str]:
-  """Returns metrics that show trouble, the most frequent trouble first."""
+  """Returns the metrics that show problems, the most frequent first."""
   names = {"few_effective_samples": "rollout_effective_samples"}
   counts = _progress(run).steps_with
   often = [n for n in counts if counts[n] >= max(1, _OFTEN * len(run.steps))]

@@ -1,8 +1,8 @@
 """Lower bound of a program's memory, before it is compiled.
 
-It counts parameters, optimizer, gradients, the input of each layer and the
-decode cache, split over all devices if possible. Programs that fit are never
-refused; some that do not fit may pass (see `python -m grpojax.compile`).
+The bound counts parameters, optimizer, gradients, the input of each layer and
+the decode cache, split over all devices if possible. It refuses no program that
+fits, but passes some that do not (see `python -m grpojax.compile`).
 """
 
 import os
@@ -23,15 +23,15 @@ from grpojax.training.step.reference import follows_policy
 
 
 class Part(NamedTuple):
-  """Arrays of one kind."""
+  """Memory of the arrays of one kind."""
 
-  text: str  # description
+  text: str  # description in errors
   bytes: int  # per device
   settings: tuple[str, ...]  # settings or flags that determine the size
 
 
 Phases = dict[str, list[Part]]
-"""Parts that exist at the same time, by phase of a program."""
+"""Parts that are in memory at the same time, per phase of a program."""
 
 
 def _parameters(model: TransformerConfig, dtype: Any) -> PyTree:
@@ -50,9 +50,9 @@ def _cache(
   names: tuple[str, ...],
   in_8_bits: bool = False,
 ) -> Part:
-  """Returns the keys and values of prompts and of `group_size` completions.
+  """Returns the cache of keys and values of prompts and their completions.
 
-  `names` are the settings that determine the prompts and the group size.
+  `names` are the settings of `prompts` and `group_size`.
   """
   itemsize = jnp.dtype(settings.model.dtype).itemsize
   # Numbers per token: a key and a value in each layer.
@@ -70,7 +70,7 @@ def training(
   mesh: jax.sharding.Mesh,
   teacher: TransformerConfig | None = None,
 ) -> Phases:
-  """Counts the parts of a step and of an evaluation, per device."""
+  """Returns the parts of a training step and of its evaluation, per device."""
 
   def size(tree):
     return sharding.shard_bytes(sharding.placed(tree, mesh))
@@ -79,24 +79,24 @@ def training(
     return [part._replace(bytes=part.bytes // mesh.size) for part in parts]
 
   trained = _parameters(model, jnp.float32)
-  others = 0
+  other_bytes = 0
   rank = settings.lora.rank
   frozen = jnp.dtype(settings.model.dtype)
   # With LoRA the model is frozen, and only the adapters have gradients.
   if rank:
-    others = size(_parameters(model, frozen))
+    other_bytes = size(_parameters(model, frozen))
     trained = lora.abstract(trained, rank, settings.lora.targets)
-  # A fixed reference of adapters is the base model, which is counted already.
+  # The fixed reference of LoRA is the base model, which is counted already.
   fixed = settings.loss.needs_reference and not rank
   if settings.model.reference == "device" and teacher:
-    others += size(_parameters(teacher, frozen))
+    other_bytes += size(_parameters(teacher, frozen))
   elif settings.model.reference == "device":
-    others += size(trained) * (fixed or follows_policy(settings))
+    other_bytes += size(trained) * (fixed or follows_policy(settings))
   optimized = jax.eval_shape(optimizer(settings).init, trained)
   state = size({"params": trained, "opt_state": optimized})
   names = ("mesh.fsdp", "lora.rank")
   optim = (*names, "optim.name", "optim.moments_dtype")
-  held = Part("parameters and optimizer", state + others, optim)
+  held = Part("parameters and optimizer", state + other_bytes, optim)
   samples = samples_per_step(settings)
   group_size = group_sizes(settings)[0]
   step = ("batch_size", "group_size")
@@ -111,11 +111,11 @@ def training(
   length = settings.sampling.max_new_tokens
   # Completion tokens of a micro-batch.
   tokens = samples // (update.minibatches * update.micro_batches) * length
-  # The input of each layer; other activations can be recomputed.
+  # Count the input of each layer; other activations can be recomputed.
   states = model.layers * tokens * model.width * frozen.itemsize
   state_names = (*step, "optim.micro_batches", "sampling.max_new_tokens")
   updating = [Part("activations", states, state_names)]
-  if settings.loss.has_exact_kl:  # needs the states of all tokens of a step
+  if settings.loss.has_exact_kl:  # needs the hidden states of all tokens
     states = samples * length * (teacher or model).width * frozen.itemsize
     state_names = ("loss.kl", *step, "sampling.max_new_tokens")
     updating.append(Part("states of the reference", states, state_names))
@@ -130,7 +130,7 @@ def training(
 def evaluation(
   settings: TrainSettings, model: TransformerConfig, samples: int
 ) -> Phases:
-  """Counts the parts of a separate evaluation on one device."""
+  """Returns the parts of grpojax.evaluate, on one device."""
   params = _parameters(model, jnp.dtype(settings.model.dtype))
   held = Part("parameters", sharding.shard_bytes(params), ("--model",))
   names = ("eval.batch_size", "--samples")
@@ -140,7 +140,7 @@ def evaluation(
 
 
 def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:
-  """Counts the parts of supervised fine-tuning in float32 on one device."""
+  """Returns the parts of a step of grpojax.sft in float32, on one device."""
   names = ("model.width", "model.layers", "model.mlp")
   size = sharding.shard_bytes(_parameters(model, jnp.float32))
   held = Part("parameters, gradients and momentum", 3 * size, names)
@@ -155,7 +155,7 @@ def gigabytes(size: int) -> str:
 
 
 def refuse(phases: Phases, limit: int | None = None) -> None:
-  """Raises ValueError with the largest phase if it exceeds `limit` bytes.
+  """Raises ValueError if the largest phase exceeds `limit` bytes.
 
   The default limit is a device's memory.
   """
@@ -188,21 +188,21 @@ def refuse(phases: Phases, limit: int | None = None) -> None:
 def host_bytes(root: str | os.PathLike = "/") -> int:
   """Returns the memory of this machine or container in bytes, with swap space.
 
-  A smaller limit of a control group replaces the physical memory. `root` is the
-  directory of `proc` and `sys`.
+  If a control group has a smaller limit, it replaces the physical memory.
+  `root` is the directory of `proc` and `sys`.
   """
 
   def read(name: str) -> str:
     try:
       return pathlib.Path(root, name).read_text()
-    except OSError:  # another kernel
+    except OSError:  # not on every kernel
       return ""
 
   memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   # Versions 2 and 1 of control groups.
   for name in ("memory.max", "memory/memory.limit_in_bytes"):
     limit = read(f"sys/fs/cgroup/{name}").strip()
-    if limit.isdecimal():  # or "max"
+    if limit.isdecimal():  # "max" is no limit
       memory = min(memory, int(limit))
   if swap := re.search(r"^SwapTotal:\s*(\d+)", read("proc/meminfo"), re.M):
     memory += int(swap[1]) * 1024

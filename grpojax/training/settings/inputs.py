@@ -94,7 +94,7 @@ class LoraSettings:
   rank: int = not_negative(0, "rank of the adapters; 0 = full fine-tuning")
   alpha: float = positive(32.0, "adapters are scaled by alpha / rank")
   targets: str = option(
-    "layers/(q|k|v|o|gate|up|down)", "regular expression of adapted weights"
+    "layers/(q|k|v|o|gate|up|down)", "regex of adapted weights' paths"
   )
 
 
@@ -141,9 +141,9 @@ class DifficultySettings:
 
   priority: str = option(
     DIFFICULTY_OFF,
-    "prompts to prefer: varies = groups likely to vary; spread = high standard "
-    "deviation of the reward; band, target = success rate in difficulty.band, "
-    "near difficulty.target; none = off",
+    "prompts to prefer: varies = groups whose rewards are likely to vary; "
+    "spread = high standard deviation of the reward; band = success rate in "
+    "difficulty.band; target = success rate near difficulty.target; none = off",
     (DIFFICULTY_OFF, *PRIORITIES),
   )
   uniform: float = option(
@@ -241,13 +241,13 @@ class EnvironmentSettings:
   options: Mapping[str, Any] = free_field("arguments of the environment")
   action: str = option(
     "auto",
-    "action passed to `step` of a class: text = the turn's text; number, json "
-    "= its last number, JSON value; auto = by its action_space, text if none",
+    "action passed to `step` of a class: text = the turn's text; number = its "
+    "last number; json = its last JSON value; auto = by action_space, or text",
     ACTIONS,
   )
   max_turns: int = one_or_more(8, "maximum turns per trajectory")
   max_observation: int = not_negative(
-    0, "maximum tokens per observation; 0 = half of max_new_tokens, the limit"
+    0, "maximum tokens per observation; 0 = half of max_new_tokens, the maximum"
   )
   max_turn_tokens: int = not_negative(
     0, "maximum tokens per turn, then cut off and answered; 0 = no limit"
@@ -263,9 +263,9 @@ class EnvironmentSettings:
   credit: str = option(
     "trajectory",
     "advantage of a turn: trajectory = the trajectory's; turn = rewards from "
-    "this turn on minus their mean in other samples; turn_reached = minus that "
-    "in other samples with this turn. The mean gradient is the same only with "
-    "loss.weighting = fixed_length or sequence_sum",
+    "this turn on, minus their mean over other samples; turn_reached = minus "
+    "their mean over other samples with this turn. The mean gradient is the "
+    "same only for loss.weighting = fixed_length or sequence_sum",
     CREDITS,
   )
   workers: int = option(
@@ -294,17 +294,17 @@ class EnvironmentSettings:
 
 @frozen_options
 class FilterGroupsSettings:
-  """Dynamic sampling (DAPO): replaces groups of equal rewards."""
+  """Dynamic sampling (DAPO): new prompts for groups of equal rewards."""
 
-  enable: bool = option(False, "replace groups of equal rewards by new ones")
+  enable: bool = option(False, "replace groups of equal rewards")
   # With several rewards `acc` also drops groups that have a gradient.
   metric: str = option(
     "reward",
-    "must vary in a group: reward = total reward; acc = first reward function",
+    "reward that must vary in a group: reward = total; acc = first function",
     ("reward", "acc"),
   )
   max_num_gen_batches: int = one_or_more(10, "maximum batches per step")
-  gen_parts: int = one_or_more(1, "batch / number of new prompts per draw")
+  gen_parts: int = one_or_more(1, "later draws sample batch_size / gen_parts")
   rescale: bool = option(
-    False, "multiply gradients by group_acceptance, so that their scale stays"
+    False, "multiply gradients by group_acceptance, to restore their scale"
   )

@@ -58,7 +58,7 @@ class AutoGroupSizeSettings:
   largest: int = one_or_more(32, "maximum group size")
   decay: float = option(0.9, "weight of past estimates", within=DECAY)
   margin: float = not_negative(
-    0.25, "distance past the middle of two sizes for a change, in log2"
+    0.25, "least log2 distance of the best size past the middle of two sizes"
   )
   confidence: float = not_negative(
     1.0, "evidence needed for a change, in standard errors"
@@ -77,7 +77,7 @@ class DiagnosticsSettings:
     0.375, "share of prompts to diagnose (at least 3)", within="(0, 1]"
   )
   last_layers: int = not_negative(
-    0, "number of last layers whose gradients are diagnosed; 0 = all"
+    0, "last layers whose gradients are diagnosed; 0 = all"
   )
 
 
