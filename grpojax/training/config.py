@@ -87,10 +87,7 @@ def parse_job(
 
 
 def from_config(config: ConfigDict) -> TrainSettings:
-  """Checks a config and returns its settings.
-
-  ValueError with the setting, value and remedy of every error.
-  """
+  """Returns a config's settings; ValueError with every error and its remedy."""
   configs.refuse(settings_lib.key_errors(SETTINGS, config))
   tree = config.to_dict()
   errors = []

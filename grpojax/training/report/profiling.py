@@ -44,7 +44,7 @@ def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
   running = False
   before = {*folder.glob(_TRACES)}
   if steps and steps[-1] <= done:
-    print(f"profile.steps = {text!r}: already past, no trace")
+    print(f"profile.steps = {text!r}: already done, so not traced")
 
   def attempt(function):
     """Calls `function`; an error ends the trace but not the run."""
@@ -71,9 +71,7 @@ def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
     prefix = f"{jax.process_index()}." if distributed.several() else ""
     memory = folder / f"{prefix}{MEMORY}"
     jax.profiler.save_device_memory_profile(memory)
-    print(
-      f"profile: see xprof {folder}; memory: see pprof {memory}", flush=True
-    )
+    print(f"profile: run xprof {folder}; memory: pprof {memory}", flush=True)
 
   @contextlib.contextmanager
   def around(step):

@@ -58,10 +58,9 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-  """Returns the text of each token.
+  """Returns the text of each token, decoded after its predecessor.
 
-  A token is decoded after its predecessor, since some tokenizers drop the space
-  before the first token of a text.
+  Some tokenizers drop the space before the first token of a text.
   """
   decode = functools.cache(lambda *tokens: _decoded(tokenizer, tokens))
 

@@ -98,8 +98,7 @@ def _untaught(row: Row) -> str:
 
 def _learned_nothing(run: Facts) -> str | None:
   reasons = collections.Counter(map(_untaught, run.steps))
-  # Advantages that compare groups learn even from groups of equal rewards.
-  rose = run.gain and run.gain["low"] > 0
+  rose = run.gain and run.gain["low"] > 0  # some advantages compare groups
   if rose or "" in reasons:
     return None
   total = len(run.steps)

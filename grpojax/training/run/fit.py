@@ -266,10 +266,9 @@ def run(
   directory: pathlib.Path,
   sync: Callable[..., None] = lambda lazily=False: None,
 ) -> dict[str, Any] | None:
-  """Starts or resumes a training run and returns its summary.
+  """Starts or resumes a training run; returns its summary, or None if finished.
 
-  Returns None for a run that was already finished. `sync` uploads changes of
-  the directory (`run_storage.opened`).
+  `sync` uploads changes of the directory (`run_storage.opened`).
 
   Raises:
     SystemExit: With a message, if the run cannot start or go on; with code 75

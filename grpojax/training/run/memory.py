@@ -50,10 +50,7 @@ def _cache(
   names: tuple[str, ...],
   in_8_bits: bool = False,
 ) -> Part:
-  """Returns the cache of keys and values of prompts and their completions.
-
-  `names` are the settings of `prompts` and `group_size`.
-  """
+  """Returns the key-value cache; `names` are settings of prompts and groups."""
   itemsize = jnp.dtype(settings.model.dtype).itemsize
   # Numbers per token: a key and a value in each layer.
   token = 2 * model.layers * model.kv_heads * model.head_dim
@@ -155,10 +152,7 @@ def gigabytes(size: int) -> str:
 
 
 def refuse(phases: Phases, limit: int | None = None) -> None:
-  """Raises ValueError if the largest phase exceeds `limit` bytes.
-
-  The default limit is a device's memory.
-  """
+  """Raises ValueError if a phase exceeds `limit` bytes (None: a device's)."""
   if limit is None:
     limit = device_bytes(jax.local_devices()[0])
 

@@ -95,8 +95,7 @@ def with_weights(
 ) -> Policy:
   """Loads the weights of a policy and its teacher; adds adapters, if any.
 
-  `mesh` is None for a single device. ValueError for unsuitable weights or
-  lora.targets.
+  Without a mesh uses a single device. ValueError for weights that do not fit.
   """
   shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)
   dtype = settings.model.dtype

@@ -202,9 +202,7 @@ def _rewards(s: TrainSettings) -> Rows:
   names = reward.functions
   texts = all(isinstance(name, str) for name in names)
   if not (names and texts and all(names)):
-    remedy = (
-      "name at least one function; the first decides which answers are right"
-    )
+    remedy = "name at least one function; the first decides what is right"
     yield "reward.functions", remedy
   if texts and len(set(names)) < len(names):
     yield "reward.functions", "names a function twice: remove one"

@@ -94,7 +94,7 @@ class LoraSettings:
   rank: int = not_negative(0, "rank of the adapters; 0 = full fine-tuning")
   alpha: float = positive(32.0, "adapters are scaled by alpha / rank")
   targets: str = option(
-    "layers/(q|k|v|o|gate|up|down)", "regex of adapted weights' paths"
+    "layers/(q|k|v|o|gate|up|down)", "regex of the adapted weights' paths"
   )
 
 
@@ -112,8 +112,7 @@ class DataSettings:
     ".options, .weight, .rewards (the reward.functions that score this one)"
   )
   max_prompt_length: int = not_negative(
-    0,
-    "maximum tokens per prompt, template included; 0 = longest prompt",
+    0, "maximum tokens per prompt, template included; 0 = longest prompt"
   )
   too_long: str = option(
     "refuse",
@@ -207,8 +206,7 @@ class RewardSettings:
   )
   timeout: float = positive(30.0, "time limit per completion, in seconds")
   thinking: tuple[Any, ...] = option(
-    THINKING,
-    "tags OPENING...CLOSING around text that math_answer ignores",
+    THINKING, "tags OPENING...CLOSING around text that math_answer ignores"
   )
   model: str = option(
     "", 'reward model (classifier): directory or ORG/NAME[@REVISION]; "" = none'
@@ -296,7 +294,7 @@ class EnvironmentSettings:
 class FilterGroupsSettings:
   """Dynamic sampling (DAPO): new prompts for groups of equal rewards."""
 
-  enable: bool = option(False, "replace groups of equal rewards")
+  enable: bool = option(False, "replace groups of equal rewards by new groups")
   # With several rewards `acc` also drops groups that have a gradient.
   metric: str = option(
     "reward",
@@ -304,7 +302,7 @@ class FilterGroupsSettings:
     ("reward", "acc"),
   )
   max_num_gen_batches: int = one_or_more(10, "maximum batches per step")
-  gen_parts: int = one_or_more(1, "later draws sample batch_size / gen_parts")
+  gen_parts: int = one_or_more(1, "divisor of batch_size in later draws")
   rescale: bool = option(
     False, "multiply gradients by group_acceptance, to restore their scale"
   )

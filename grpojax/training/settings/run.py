@@ -58,7 +58,7 @@ class AutoGroupSizeSettings:
   largest: int = one_or_more(32, "maximum group size")
   decay: float = option(0.9, "weight of past estimates", within=DECAY)
   margin: float = not_negative(
-    0.25, "least log2 distance of the best size past the middle of two sizes"
+    0.25, "log2 distance past the middle between two sizes before a change"
   )
   confidence: float = not_negative(
     1.0, "evidence needed for a change, in standard errors"
