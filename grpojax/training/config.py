@@ -40,7 +40,7 @@ MOST_CHANGED = tuple(
 LORA_RATE = 1e-5  # usual rate of adapters, 10 times that of full fine-tuning
 
 
-def _declared() -> Section:
+def _declare_settings() -> Section:
   whole = settings_lib.section_of(TrainSettings())
   fields = dict(whole.fields)
   top = {k: x for k, x in fields.items() if not isinstance(x, Section)}
@@ -51,7 +51,7 @@ def _declared() -> Section:
   return Section("the run", top | fields, first=MOST_CHANGED)
 
 
-SETTINGS = _declared()
+SETTINGS = _declare_settings()
 """Declarations of all settings: defaults, texts, choices, ranges."""
 
 

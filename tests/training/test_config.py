@@ -160,7 +160,7 @@ REFUSED = [
   ("difficulty.target=0.5,1", "inside (0, 1)"),
   ("difficulty.importance_weights", "no priorities to correct for: use False"),
   (f"{BY_DIFFICULTY} reward.on_device", "priority = 'varies': the step is one"),
-  (f"{WEIGHTED} diagnostics.every=5", "weights = True: the diagnosis has no"),
+  (f"{WEIGHTED} diagnostics.every=5", "weights = True: the diagnosis ig"),
 ]
 
 

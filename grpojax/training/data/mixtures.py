@@ -86,7 +86,7 @@ def errors(settings: TrainSettings) -> list[str]:
   functions = settings.reward.functions
   labels = [label(x) for x in functions if isinstance(x, str)]
   for part, options in parts.items():
-    lines += _part(part, options, labels)
+    lines += _part_errors(part, options, labels)
   if lines:
     return lines
   used = [_source(part, x).rewards or labels for part, x in parts.items()]
@@ -96,7 +96,7 @@ def errors(settings: TrainSettings) -> list[str]:
   return lines
 
 
-def _part(part: str, options: Any, labels: Sequence[str]) -> list[str]:
+def _part_errors(part: str, options: Any, labels: Sequence[str]) -> list[str]:
   """Returns an error line per mistake in one data set of a mixture."""
   field = f"{SECTION}.{part}"
   if not isinstance(options, Mapping):
@@ -128,7 +128,7 @@ def _part(part: str, options: Any, labels: Sequence[str]) -> list[str]:
     ("weight", number and 0 < weight < math.inf, "must be a positive number"),
     ("path", isinstance(values["path"], str), "must be a string"),
     ("options", isinstance(values["options"], Mapping), "is a section"),
-    ("rewards", known, f"name each of {labels} at most once"),
+    ("rewards", known, f"use names of reward.functions, each once: {labels}"),
   ):
     if not holds:
       errors.append(config_error(f"{field}.{key}", values[key], remedy))

@@ -15,7 +15,7 @@ from grpojax.environments import conventions
 from grpojax.rewards import exact_ids
 from grpojax.runtime.text import tokenization
 from grpojax.training.policies import Policy
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 from grpojax.training.settings.run import TrainSettings
 
 Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
@@ -92,17 +92,17 @@ def trim(prompts: Prompts) -> Prompts:
 def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
   """Returns trimmed batches that contain each held-out example once."""
   size = settings.eval.batch_size
-  batches = prompt_batches(
+  untrimmed = prompt_batches(
     settings, policy, examples, batch_size=size, shuffle=False, repeat=False
   )
-  return ((trim(prompts), batch) for prompts, batch in batches)
+  return ((trim(prompts), batch) for prompts, batch in untrimmed)
 
 
 def take(
-  batches: Batches, count: int, mesh: jax.sharding.Mesh
+  stream: Batches, count: int, mesh: jax.sharding.Mesh
 ) -> tuple[Prompts, list[dict[str, Any]]]:
   """Joins the next `count` batches, trims them and places them on a mesh."""
-  prompts, examples = zip(*(next(batches) for _ in range(count)), strict=True)
+  prompts, examples = zip(*(next(stream) for _ in range(count)), strict=True)
   joined = jax.tree.map(lambda *x: np.concatenate(x), *prompts)
   flat = [*itertools.chain(*examples)]
   return meshes.place(trim(joined), mesh, "batch"), flat
@@ -117,7 +117,7 @@ def training_batches(
   parts: int = 1,
 ) -> Batches:
   """Returns training batches, `parts` per step, from prompt `start` on."""
-  samples = batches_lib.samples_per_step(settings)
+  samples = batches.samples_per_step(settings)
   target = None
   if settings.reward.on_device:
     target, _ = device_reward(settings, policy)

@@ -26,7 +26,7 @@ from grpojax.runtime.files import records
 from grpojax.training.data import mixtures, prompts
 from grpojax.training.policies import Policy
 from grpojax.training.run import hub_pins, run_directory
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 from grpojax.training.settings.run import TrainSettings
 
 MEASURED = 4096
@@ -189,7 +189,7 @@ def fingerprint(
   digest = hashlib.sha256()
   count = FINGERPRINTED if endless else len(examples)
   texts = np.empty(count, np.int64)
-  for i in _watched(count, "read", check_signals):
+  for i in _with_progress(count, "read", check_signals):
     example = examples[i]
     text = json.dumps(example, sort_keys=True, default=str)
     digest.update(text.encode() + b"\n")
@@ -210,7 +210,7 @@ def prompt_lengths(
 ) -> Int[np.ndarray, "n"]:
   """Returns the number of tokens of each of the first `most` prompts."""
   lengths = np.empty(min(len(examples), most), np.int32)
-  for i in _watched(len(lengths), "measured", check_signals):
+  for i in _with_progress(len(lengths), "measured", check_signals):
     prompt = examples[i]["prompt"]
     lengths[i] = len(encode(prompt)[1])
     if not lengths[i]:
@@ -220,7 +220,7 @@ def prompt_lengths(
   return lengths
 
 
-def _watched(
+def _with_progress(
   count: int, verb: str, check_signals: Callable[[], None]
 ) -> Iterator[int]:
   """Yields 0, 1, ..., count - 1, and prints progress lines."""
@@ -235,11 +235,11 @@ def _watched(
 
 def _prompts_of_run(settings: TrainSettings) -> int:
   """Returns the maximum number of prompts that a run can draw."""
-  batches = settings.steps
+  draws = settings.steps
   if settings.filter_groups.enable:
-    batches *= settings.filter_groups.max_num_gen_batches
-  smallest = min(batches_lib.group_sizes(settings))
-  return batches * (batches_lib.samples_per_step(settings) // smallest)
+    draws *= settings.filter_groups.max_num_gen_batches
+  smallest = min(batches.group_sizes(settings))
+  return draws * (batches.samples_per_step(settings) // smallest)
 
 
 def _digest(settings: TrainSettings, policy: Policy) -> str:

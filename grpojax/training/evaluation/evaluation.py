@@ -234,7 +234,7 @@ def per_prompt(
   if answer is not None:
     labels = answer_labels(result, answer)
     values |= {f"maj@{k}": majority_at_k(labels, right, k) for k in ks}
-  graded = graded or not _right_or_wrong(result.rewards)
+  graded = graded or not _is_binary(result.rewards)
   if graded and np.isfinite(result.rewards).all():
     values[REWARD] = result.rewards.mean(axis=-1)
   return _with_interval(values, np.arange(len(right)))
@@ -280,7 +280,7 @@ def by_data_set(
   return {name: part for name, part in each.items() if part}
 
 
-def _right_or_wrong(*values: np.ndarray) -> bool:
+def _is_binary(*values: np.ndarray) -> bool:
   return all(np.isin(v, (0, 1)).all() for v in values)
 
 
@@ -290,7 +290,7 @@ def estimate(values: np.ndarray) -> tuple[float, float, float]:
   The interval is Wilson's for values 0 and 1, `share_interval` for other values
   in [0, 1], else Student's.
   """
-  if _right_or_wrong(values):
+  if _is_binary(values):
     return intervals.wilson_interval(int(np.sum(values)), len(values))
   inside = values.min() >= 0 and values.max() <= 1
   interval = intervals.share_interval if inside else intervals.mean_interval
@@ -314,7 +314,7 @@ def compare(
   """
   return {
     name: intervals.paired_proportions(a[name] == 1, b[name] == 1)
-    if _right_or_wrong(a[name], b[name])
+    if _is_binary(a[name], b[name])
     else intervals.paired_difference(a[name], b[name])
     for name in a
     if name in b

@@ -181,7 +181,7 @@ def _settings(runs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
   return sorted(rows, key=lambda row: (not row["differs"], not row["changed"]))
 
 
-def _names(paths: Sequence[pathlib.Path]) -> list[str]:
+def _short_names(paths: Sequence[pathlib.Path]) -> list[str]:
   """Names runs by the ends of their paths, the shortest that differ."""
   parts = [path.absolute().parts for path in paths]
   for count in range(1, max(map(len, parts)) + 1):
@@ -209,7 +209,7 @@ def report(
         f"no run at {path}: give the run directory of a training run, with its "
         f"{run_directory.CONFIG} and {run_directory.METRICS}"
       )
-  names = names or _names(paths)
+  names = names or _short_names(paths)
   budget = completions.BUDGET // len(paths)
   runs = [
     _read(path, name, finished, budget)

@@ -13,7 +13,7 @@ from grpojax.training.evaluation import best
 from grpojax.training.run import progress
 from grpojax.training.run.progress import STOP_CONDITIONS, Progress, Row
 
-_UNTAUGHT = {
+_NO_SIGNAL = {
   "rewards_missing": "no completion had a reward",
   "skipped_updates": "gradients were not finite",
   "zero_variance_groups": "no group's rewards differed",
@@ -45,19 +45,19 @@ def facts(
   Uses the last row of each step, without values that are not finite numbers.
   """
   steps = {}
-  tests = {}
+  evaluations = {}
   for full_row in rows:
     row = {name: x for name, x in full_row.items() if is_number(x)}
     if row.keys() >= set(best.COLUMNS):
-      tests[row["step"]] = row
+      evaluations[row["step"]] = row
     elif "step" in row and "reward_mean" in full_row:  # may be nan
       steps[row["step"]] = row
-  ordered, tested = ([x[s] for s in sorted(x)] for x in (steps, tests))
+  ordered, tested = ([x[s] for s in sorted(x)] for x in (steps, evaluations))
   tested = [row for row in tested if row["prompts"] == tested[-1]["prompts"]]
   return Facts(ordered, tested, planned, limits, finished, gain)
 
 
-def _at(run: Facts) -> str:
+def _position(run: Facts) -> str:
   last = int(run.steps[-1]["step"])
   return f"step {last}" + (f" of {run.planned}" if run.planned else "")
 
@@ -86,9 +86,9 @@ def _stop(run: Facts) -> str | None:
   return progress.stop_condition(_progress(run), run.limits)
 
 
-def _untaught(row: Row) -> str:
+def _no_signal_reason(row: Row) -> str:
   """Returns the reason why a step taught nothing; "" for other steps."""
-  for name, why in _UNTAUGHT.items():
+  for name, why in _NO_SIGNAL.items():
     # An update with no token in the loss is skipped, too, with gradient 0.
     finite = name == "skipped_updates" and "grad_norm" in row
     if row.get(name, 0) >= 1 and not finite:
@@ -97,7 +97,7 @@ def _untaught(row: Row) -> str:
 
 
 def _learned_nothing(run: Facts) -> str | None:
-  reasons = collections.Counter(map(_untaught, run.steps))
+  reasons = collections.Counter(map(_no_signal_reason, run.steps))
   rose = run.gain and run.gain["low"] > 0  # some advantages compare groups
   if rose or "" in reasons:
     return None
@@ -106,14 +106,14 @@ def _learned_nothing(run: Facts) -> str | None:
   rewards = [row["reward_mean"] for row in run.steps if "reward_mean" in row]
   mean = f"; mean reward {np.mean(rewards):.3g}" if rewards else ""
   name = _stop(run)
-  stopped = f". Stopped at {_at(run)} (stop.{name})" if name else ""
+  stopped = f". Stopped at {_position(run)} (stop.{name})" if name else ""
   return f"Learned nothing: {', '.join(counts)}{mean}{stopped}"
 
 
 def _stopped(run: Facts) -> str | None:
   name = _stop(run)
   return name and (
-    f"Stopped at {_at(run)} (stop.{name}): in {run.limits[name]} steps in a "
+    f"Stopped at {_position(run)} (stop.{name}): in {run.limits[name]} steps in a "
     f"row {STOP_CONDITIONS[name].meaning}{_accuracies(run)}"
   )
 
@@ -139,7 +139,7 @@ def _no_improvement(run: Facts) -> str | None:
   if not (run.finished and limit and _ended_early(run)):
     return None
   return (
-    f"Ended early at {_at(run)}: accuracy did not rise in the last {limit} "
+    f"Ended early at {_position(run)}: accuracy did not rise in the last {limit} "
     f"evaluations (stop.no_improvement){_accuracies(run)}"
   )
 
@@ -149,7 +149,7 @@ def _still_improving(run: Facts) -> str | None:
   rewards = np.array([row.get("reward_mean", np.nan) for row in run.steps])
   quarter = len(rewards) // 4
   # On a solved task all rewards are equal, so no step has a gradient.
-  if quarter < _QUARTER or all(map(_untaught, run.steps[-quarter:])):
+  if quarter < _QUARTER or all(map(_no_signal_reason, run.steps[-quarter:])):
     return None
   rises = rewards[-quarter:] - rewards[-2 * quarter : -quarter]
   mean, low, _ = mean_interval(rises)
@@ -157,7 +157,7 @@ def _still_improving(run: Facts) -> str | None:
     return None
   more = "; more steps may help (--config.steps)" if run.finished else ""
   return (
-    f"Still improving at {_at(run)}: mean reward {mean:+.3g} in the last "
+    f"Still improving at {_position(run)}: mean reward {mean:+.3g} in the last "
     f"quarter of the steps{_accuracies(run)}{more}"
   )
 
@@ -173,7 +173,7 @@ def _ended(run: Facts) -> str:
     prompts = f", on {run.gain['prompts']} prompts"
     return f"Finished: no clear change in accuracy{_accuracies(run)}{prompts}"
   end = "Finished" if run.finished else "Not finished"
-  return f"{end}: {_at(run)}{_accuracies(run)}"
+  return f"{end}: {_position(run)}{_accuracies(run)}"
 
 
 VERDICTS = (

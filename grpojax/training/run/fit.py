@@ -57,7 +57,7 @@ class _PromptStream:
     self._batches = iter(())
 
   def open(self, state: TrainState, group_size: int) -> None:
-    """Prepares the next prompts: by difficulty, or if the group size is new."""
+    """Opens the stream at the state's position, unless it is open there."""
     settings = self._run.settings
     policy = self._run.policy
     args = settings, policy, self._run.train.examples, group_size

@@ -1,8 +1,8 @@
 """Lower bound of a program's memory, before it is compiled.
 
 The bound counts parameters, optimizer, gradients, the input of each layer and
-the decode cache, split over all devices if possible. It refuses no program that
-fits, but passes some that do not (see `python -m grpojax.compile`).
+the decode cache, split over all devices if possible. Programs that fit always
+pass; some that do not fit may pass, too (see `python -m grpojax.compile`).
 """
 
 import os
@@ -78,22 +78,22 @@ def training(
   trained = _parameters(model, jnp.float32)
   other_bytes = 0
   rank = settings.lora.rank
-  frozen = jnp.dtype(settings.model.dtype)
+  frozen_dtype = jnp.dtype(settings.model.dtype)
   # With LoRA the model is frozen, and only the adapters have gradients.
   if rank:
-    other_bytes = size(_parameters(model, frozen))
+    other_bytes = size(_parameters(model, frozen_dtype))
     trained = lora.abstract(trained, rank, settings.lora.targets)
   # The fixed reference of LoRA is the base model, which is counted already.
   fixed = settings.loss.needs_reference and not rank
   if settings.model.reference == "device" and teacher:
-    other_bytes += size(_parameters(teacher, frozen))
+    other_bytes += size(_parameters(teacher, frozen_dtype))
   elif settings.model.reference == "device":
     other_bytes += size(trained) * (fixed or follows_policy(settings))
   optimized = jax.eval_shape(optimizer(settings).init, trained)
   state = size({"params": trained, "opt_state": optimized})
   names = ("mesh.fsdp", "lora.rank")
   optim = (*names, "optim.name", "optim.moments_dtype")
-  held = Part("parameters and optimizer", state + other_bytes, optim)
+  resident = Part("parameters and optimizer", state + other_bytes, optim)
   samples = samples_per_step(settings)
   group_size = group_sizes(settings)[0]
   step = ("batch_size", "group_size")
@@ -102,25 +102,25 @@ def training(
   prompts = samples // group_size // at_once
   in_8_bits = settings.sampling.distribution.cache_dtype == "int8"
   cache = _cache(settings, model, prompts, group_size, step, in_8_bits)
-  tests = settings.eval.batch_size
-  test = _cache(settings, model, tests, 1, ("eval.batch_size",))
+  eval_prompts = settings.eval.batch_size
+  eval_cache = _cache(settings, model, eval_prompts, 1, ("eval.batch_size",))
   update = settings.optim.update
   length = settings.sampling.max_new_tokens
   # Completion tokens of a micro-batch.
   tokens = samples // (update.minibatches * update.micro_batches) * length
   # Count the input of each layer; other activations can be recomputed.
-  states = model.layers * tokens * model.width * frozen.itemsize
+  states = model.layers * tokens * model.width * frozen_dtype.itemsize
   state_names = (*step, "optim.micro_batches", "sampling.max_new_tokens")
   updating = [Part("activations", states, state_names)]
   if settings.loss.has_exact_kl:  # needs the hidden states of all tokens
-    states = samples * length * (teacher or model).width * frozen.itemsize
+    states = samples * length * (teacher or model).width * frozen_dtype.itemsize
     state_names = ("loss.kl", *step, "sampling.max_new_tokens")
     updating.append(Part("states of the reference", states, state_names))
   gradients = Part("gradients", size(trained), names)
   return {
-    "sampling a step's completions": [held, *shared(cache)],
-    "an update": [held, gradients, *shared(*updating)],
-    "an evaluation": [held, *shared(test)],
+    "sampling a step's completions": [resident, *shared(cache)],
+    "an update": [resident, gradients, *shared(*updating)],
+    "an evaluation": [resident, *shared(eval_cache)],
   }
 
 
@@ -129,21 +129,21 @@ def evaluation(
 ) -> Phases:
   """Returns the parts of grpojax.evaluate, on one device."""
   params = _parameters(model, jnp.dtype(settings.model.dtype))
-  held = Part("parameters", sharding.shard_bytes(params), ("--model",))
+  resident = Part("parameters", sharding.shard_bytes(params), ("--model",))
   names = ("eval.batch_size", "--samples")
   prompts = settings.eval.batch_size
   cache = _cache(settings, model, prompts, samples, names)
-  return {"an evaluation": [held, cache]}
+  return {"an evaluation": [resident, cache]}
 
 
 def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:
   """Returns the parts of a step of grpojax.sft in float32, on one device."""
   names = ("model.width", "model.layers", "model.mlp")
   size = sharding.shard_bytes(_parameters(model, jnp.float32))
-  held = Part("parameters, gradients and momentum", 3 * size, names)
+  resident = Part("parameters, gradients and momentum", 3 * size, names)
   size = 4 * model.layers * rows * row_length * model.width
   activations = Part("activations", size, ("rows", "row_length", *names[:2]))
-  return {"a step": [held, activations]}
+  return {"a step": [resident, activations]}
 
 
 def gigabytes(size: int) -> str:

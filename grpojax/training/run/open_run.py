@@ -32,7 +32,7 @@ from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
 from grpojax.training.config import to_config
-from grpojax.training.data import splits as splits_lib
+from grpojax.training.data import splits
 from grpojax.training.optimizer import learning_rate
 from grpojax.training.report import reporting
 from grpojax.training.run import hub_pins, run_directory, run_storage, start
@@ -158,8 +158,8 @@ def open_all(
       if resumed:
         run_directory.say_added(directory)
         run_directory.say_restart(directory)
-      splits = {"train": run.train, "test": run.held_out}
-      splits_lib.save_lengths(directory / run_directory.LENGTHS, splits)
+      by_name = {"train": run.train, "test": run.held_out}
+      splits.save_lengths(directory / run_directory.LENGTHS, by_name)
       sync()
     except (OSError, disk.WriteFailed) as error:
       reason = getattr(error, "strerror", None) or error

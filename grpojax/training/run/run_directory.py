@@ -150,7 +150,7 @@ def model_directory(path: Path) -> pathlib.Path:
 
 
 def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
-  """Returns True if a run is finished, also by `settings`, if there are any."""
+  """Returns True if a run is finished, with nothing left for `settings`."""
   try:
     done = json.loads((pathlib.Path(path) / SUMMARY).read_bytes())["steps"]
   except (KeyError, OSError, RecursionError, TypeError, ValueError):

@@ -169,7 +169,7 @@ def _download(fs, root: str, local: pathlib.Path, names: Iterable[str]) -> None:
 def _upload(
   fs: Any, root: str, local: pathlib.Path, before: dict[str, Any]
 ) -> dict[str, Any]:
-  """Uploads changes since `before`, the last result, which it replaces."""
+  """Uploads changes since `before`; returns the states for the next call."""
   now = _list_local(local)
   for name in sorted(before.keys() - now.keys(), key=_rank, reverse=True):
     with contextlib.suppress(FileNotFoundError):
@@ -276,7 +276,7 @@ def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
   """Opens a run directory for writing; on gs:// a local copy of it.
 
   Yields the directory and a function that uploads its changes. With
-  `lazily=True` it uploads at most every `PUSH` seconds and prints failures.
+  `lazily=True` it uploads at most every `PUSH` seconds, again after a failure.
 
   Raises:
     ValueError: in all processes, if any process cannot use the directory.

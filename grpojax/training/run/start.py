@@ -30,10 +30,9 @@ from grpojax.training.run import (
   run_storage,
   setup,
 )
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import difficulty, episodes, scoring
-from grpojax.training.step import reference as reference_lib
+from grpojax.training.step import difficulty, episodes, reference, scoring
 from grpojax.training.step.sampling import make_sampler
 
 LARGE = 50_000_000  # number of parameters from which learning rates are checked
@@ -81,12 +80,12 @@ def check(
   policy = run.policy
   mesh = run.mesh
   if settings.reward.on_device:  # reading batches checks their prompts
-    group_size = batches_lib.group_sizes(settings)[0]
-    batches = prompts.training_batches(
+    group_size = batches.group_sizes(settings)[0]
+    checked = prompts.training_batches(
       settings, policy, run.train.examples, group_size
     )
     ahead = min(settings.steps, splits.MEASURED // settings.batch_size + 1)
-    for _ in itertools.islice(batches, ahead):
+    for _ in itertools.islice(checked, ahead):
       check_signals()
   policy = setup.with_weights(settings, policy, mesh)
   check_signals()
@@ -117,8 +116,8 @@ def read_inputs(
   policy = setup.with_teacher(settings, setup.open_policy(settings))
   settings = _with_date(settings, policy, today)
   mesh = setup.make_mesh(settings)
-  batches_lib.check_mesh(settings, mesh)
-  reference_lib.check_memory(settings.model.reference, mesh)
+  batches.check_mesh(settings, mesh)
+  reference.check_memory(settings.model.reference, mesh)
   cache = directory / run_directory.LENGTHS
   train, held_out = (
     splits.load_split(settings, policy, split, cache, check_signals)
@@ -145,7 +144,7 @@ def read_inputs(
       "prompts: their accuracy does not measure generalisation"
     )
   if settings.model.reference_prompt:
-    reference_lib.check_prompt(settings, train.examples[0])
+    reference.check_prompt(settings, train.examples[0])
   difficulty.init_rates(settings, train.examples)  # checks the examples
   return Run(settings, directory, policy, mesh, train, held_out)
 
@@ -205,19 +204,19 @@ def start(
   # The reference is a copy that follows the policy, the base model of adapters,
   # or fixed weights stored with the run.
   ref_params = following = None
-  if reference_lib.follows_policy(settings):
-    following = reference_lib.make_copy(shardings.params)(params)
+  if reference.follows_policy(settings):
+    following = reference.make_copy(shardings.params)(params)
   elif policy.frozen is not None and not policy.teacher:
     ref_params = {} if settings.loss.needs_reference else None  # the base model
   elif settings.loss.needs_reference:
     fixed = policy.teacher.params if policy.teacher else params
-    reference = run_storage.reference(run.directory)
-    checkpoint.save_params(reference, fixed)
-    ref_params = checkpoint.restore_params(reference, fixed)
-    ref_params = reference_lib.to_memory(ref_params, settings.model.reference)
+    saved = run_storage.reference(run.directory)
+    checkpoint.save_params(saved, fixed)
+    ref_params = checkpoint.restore_params(saved, fixed)
+    ref_params = reference.to_memory(ref_params, settings.model.reference)
   state = jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
   state = state.replace(reference=following)
-  state = reference_lib.state_to_memory(state, settings)
+  state = reference.state_to_memory(state, settings)
   step = checkpoint.latest_step(checkpointer)
   if distributed.is_main():
     for name in run_directory.RECORDS:

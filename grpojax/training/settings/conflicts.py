@@ -37,7 +37,7 @@ Needs = Iterator[tuple[dict[str, Any], str]]
 """Required values by setting, with "REASON: ALTERNATIVE"."""
 
 
-def _by_turns(s: TrainSettings) -> bool:
+def _has_turn_credit(s: TrainSettings) -> bool:
   return s.environment.on and s.environment.credit != "trajectory"
 
 
@@ -83,7 +83,7 @@ def _reward_needs(s: TrainSettings) -> Needs:
   if s.environment.on and s.reward.model:
     why = "reward.model would add to the reward 0 of a failed trajectory: no "
     yield {"environment.failed": "drop"}, f"{why}reward.model"
-  if _by_turns(s):
+  if _has_turn_credit(s):
     why = "requires one advantage per trajectory: "
     why += "environment.credit = 'trajectory'"
     yield _ONE_SUM | {"diagnostics.every": 0}, why
@@ -101,7 +101,9 @@ def _sampling_needs(s: TrainSettings) -> Needs:
     why = "the diagnosis ignores importance weights: diagnostics.every = 0"
     yield {"difficulty.importance_weights": False}, why
   if s.sampling.ahead:
-    why = "rewards come after the next step is sampled: sampling.ahead = 0"
+    why = (
+      "rewards are unknown when the next step is sampled: sampling.ahead = 0"
+    )
     yield {"filter_groups.enable": False}, why
   else:
     why = "these devices would wait for the update: sampling.ahead = 1"
@@ -242,7 +244,7 @@ def _turns(s: TrainSettings) -> Rows:
   if scored and not s.environment.on:
     remedy = "'environment' needs an environment: set environment.path"
     yield "reward.functions", remedy
-  if not _by_turns(s):
+  if not _has_turn_credit(s):
     return
   try:
     check_credit(s.environment.credit, s.loss, True)

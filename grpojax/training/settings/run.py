@@ -45,7 +45,7 @@ class OptimSettings:
   )
   packing: bool = option(
     True,
-    "pack completions into shared rows: less padding, but more compilations",
+    "pack short completions into shared rows: less padding, more compilations",
   )
 
 
@@ -130,21 +130,23 @@ class ProfileSettings:
 class StopSettings:
   """Number of consecutive steps with a problem that end the run."""
 
-  skipped_updates: int = not_negative(10, "non-finite gradients; 0 = never")
-  rewards_missing: int = not_negative(10, "no rewards; 0 = never")
-  zero_variance_groups: int = not_negative(
-    100, "equal rewards in every group; 0 = never"
+  skipped_updates: int = not_negative(
+    10, "steps with non-finite gradients; 0 = never"
   )
-  truncated: int = not_negative(0, "most completions truncated; 0 = never")
+  rewards_missing: int = not_negative(10, "steps without rewards; 0 = never")
+  zero_variance_groups: int = not_negative(
+    100, "steps with equal rewards in every group; 0 = never"
+  )
+  truncated: int = not_negative(
+    0, "steps with most completions truncated; 0 = never"
+  )
   few_effective_samples: int = not_negative(
     0,
-    "at most 10% of the samples effective, by their importance weights (of "
-    "sampling.ahead, int8 or loss.correction); 0 = never",
+    "steps with at most 10% of the samples effective, by their importance "
+    "weights (of sampling.ahead, int8 or loss.correction); 0 = never",
   )
   no_improvement: int = not_negative(
-    0,
-    "evaluations (not steps) without a higher held-out accuracy, after which "
-    "the run finishes early; 0 = never",
+    0, "evaluations (not steps) without a higher held-out accuracy; 0 = never"
   )
 
 
