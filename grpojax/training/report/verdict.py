@@ -57,7 +57,7 @@ def facts(
   return Facts(ordered, tested, planned, limits, finished, gain)
 
 
-def _position(run: Facts) -> str:
+def _when(run: Facts) -> str:
   last = int(run.steps[-1]["step"])
   return f"step {last}" + (f" of {run.planned}" if run.planned else "")
 
@@ -106,14 +106,14 @@ def _learned_nothing(run: Facts) -> str | None:
   rewards = [row["reward_mean"] for row in run.steps if "reward_mean" in row]
   mean = f"; mean reward {np.mean(rewards):.3g}" if rewards else ""
   name = _stop(run)
-  stopped = f". Stopped at {_position(run)} (stop.{name})" if name else ""
+  stopped = f". Stopped at {_when(run)} (stop.{name})" if name else ""
   return f"Learned nothing: {', '.join(counts)}{mean}{stopped}"
 
 
 def _stopped(run: Facts) -> str | None:
   name = _stop(run)
   return name and (
-    f"Stopped at {_position(run)} (stop.{name}): in {run.limits[name]} steps in a "
+    f"Stopped at {_when(run)} (stop.{name}): in {run.limits[name]} steps in a "
     f"row {STOP_CONDITIONS[name].meaning}{_accuracies(run)}"
   )
 
@@ -139,7 +139,7 @@ def _no_improvement(run: Facts) -> str | None:
   if not (run.finished and limit and _ended_early(run)):
     return None
   return (
-    f"Ended early at {_position(run)}: accuracy did not rise in the last {limit} "
+    f"Ended early at {_when(run)}: accuracy did not rise in the last {limit} "
     f"evaluations (stop.no_improvement){_accuracies(run)}"
   )
 
@@ -157,7 +157,7 @@ def _still_improving(run: Facts) -> str | None:
     return None
   more = "; more steps may help (--config.steps)" if run.finished else ""
   return (
-    f"Still improving at {_position(run)}: mean reward {mean:+.3g} in the last "
+    f"Still improving at {_when(run)}: mean reward {mean:+.3g} in the last "
     f"quarter of the steps{_accuracies(run)}{more}"
   )
 
@@ -173,7 +173,7 @@ def _ended(run: Facts) -> str:
     prompts = f", on {run.gain['prompts']} prompts"
     return f"Finished: no clear change in accuracy{_accuracies(run)}{prompts}"
   end = "Finished" if run.finished else "Not finished"
-  return f"{end}: {_position(run)}{_accuracies(run)}"
+  return f"{end}: {_when(run)}{_accuracies(run)}"
 
 
 VERDICTS = (

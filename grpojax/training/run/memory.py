@@ -67,7 +67,7 @@ def training(
   mesh: jax.sharding.Mesh,
   teacher: TransformerConfig | None = None,
 ) -> Phases:
-  """Returns the parts of a training step and of its evaluation, per device."""
+  """Returns the memory of sampling, an update and an evaluation, per device."""
 
   def size(tree):
     return sharding.shard_bytes(sharding.placed(tree, mesh))
@@ -127,7 +127,7 @@ def training(
 def evaluation(
   settings: TrainSettings, model: TransformerConfig, samples: int
 ) -> Phases:
-  """Returns the parts of grpojax.evaluate, on one device."""
+  """Returns the memory of grpojax.evaluate, on one device."""
   params = _parameters(model, jnp.dtype(settings.model.dtype))
   resident = Part("parameters", sharding.shard_bytes(params), ("--model",))
   names = ("eval.batch_size", "--samples")
@@ -137,7 +137,7 @@ def evaluation(
 
 
 def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:
-  """Returns the parts of a step of grpojax.sft in float32, on one device."""
+  """Returns the memory of a step of grpojax.sft in float32, on one device."""
   names = ("model.width", "model.layers", "model.mlp")
   size = sharding.shard_bytes(_parameters(model, jnp.float32))
   resident = Part("parameters, gradients and momentum", 3 * size, names)
