@@ -148,7 +148,7 @@ def refuse(errors: Sequence[str]) -> None:
 def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
   """Suggests a name in the TypeError for an unknown keyword argument.
 
-  If a default has such an option, names it: `beta` of `objective=Objective()`.
+  If it is an option in a parameter's default, the error names that parameter.
   """
   parameters = inspect.signature(function).parameters
   title = function.__qualname__.removesuffix(".__init__")

@@ -43,7 +43,7 @@ class Prefix:
 
   last_hidden: Float[Array, "B D"]  # predicts the first completion token
   length: Int[Array, "B"]  # number of real tokens of each prompt
-  state: Any  # other inputs of the model's `extend`
+  state: Any  # other inputs of `LM.extend`, such as keys and values
   experts: Integer[Array, "B P X"] | None = None  # of the tokens, if recorded
 
 
@@ -93,8 +93,8 @@ class LM(NamedTuple):
       sample per prompt leaves out finished prompts.
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
       once the work that each token would repeat (casts, tables of positions,
-      gathering of split parameters), for a rollout of at most `longest` tokens
-      per row, prompt included, in the formats of `Sampling.formats` or, if
+      gathering of split parameters). It prepares for a rollout of at most
+      `longest` tokens per row, prompt included, in `Sampling.formats`; if
       `longest` is None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> ForwardOutput`, or None: `prefill` and
@@ -135,7 +135,7 @@ class LM(NamedTuple):
     if self.prepare is None:
       if formats:
         names = ", ".join(f"{name}={x}" for name, x in formats.items())
-        raise ValueError(f"sampling with {names} needs a model with LM.prepare")
+        raise ValueError(f"this model has no LM.prepare: leave out {names}")
       return self, params
     return self.prepare(params, longest, **formats)
 
@@ -162,7 +162,7 @@ class Prompts:
     check_fields(*vars(self).values())
 
   def replace(self, **changes: Any) -> "Prompts":
-    """Returns prompts with new values of these fields."""
+    """Returns a copy in which these fields are changed."""
     return dataclasses.replace(self, **changes)
 
 
@@ -227,9 +227,9 @@ class Batch:
   """Data of a policy update; prompts, ids and experts are the rollout's.
 
   Attributes:
-    completion_mask: `Rollout`'s; False on observations and on completions
-      without a reward or left out as cut off (`core.losses.truncation`).
-    advantages: per completion or, of turns, per token; constants.
+    completion_mask: True on sampled tokens, but False on completions without a
+      reward, and on truncated ones left out (`core.losses.truncation`).
+    advantages: per completion or per token; they have no gradient.
     old_logprobs: log-probabilities under the policy that sampled, computed by
       the rollout or the trainer; None means exactly on-policy (the ratio is 1).
     ref_logprobs: log-probabilities under the reference policy, or None.
@@ -238,7 +238,7 @@ class Batch:
     rollout_logprobs: `logprobs` of `Rollout`, for the mismatch and corrections.
     packing: a `packing.Packing`; None computes padding too, [B, G, T].
     sample_weights: `Prompts.weights` of each completion; None is 1.
-    experts: experts to be replayed; None lets routers choose.
+    experts: experts to replay; None lets routers choose.
   """
 
   prompt_ids: Int[Array, "B P"]
