@@ -56,7 +56,7 @@ def _vocabulary(lm: LM, params: Params, ids: Array, mask: Array) -> int:
 def check_params(params: Params) -> None:
   """Raises ValueError for parameters of a dtype that cannot be trained.
 
-  In float16, squared gradients and Adam's eps underflow to 0, its divisor.
+  In float16 squared gradients and Adam's eps underflow, so it divides by 0.
   """
   for path, leaf in jax.tree.leaves_with_path(params):
     dtype = jnp.result_type(leaf)
@@ -104,7 +104,7 @@ def check_read_prompts(
 ) -> None:
   """Raises ValueError for prompts that a model would silently misread.
 
-  Outside of jit these have left padding, no token, or ids outside of V.
+  Outside of jit it checks for left padding, no token, and ids outside of V.
   """
   check_layout(prompt_ids, prompt_mask)
   if prompt_ids.ndim != 2:
@@ -120,8 +120,8 @@ def check_read_prompts(
 def check_prompts(prompts: Prompts, vocab_size: int) -> None:
   """Checks prompts before a jitted step, which cannot see their values.
 
-  ValueError if they are invalid (as when `Prompts` are made), or the id of a
-  real token is outside the vocabulary.
+  It repeats the checks of `Prompts`. ValueError also for ids of real tokens
+  outside the vocabulary.
   """
   check_fields(*vars(prompts).values())
   check_ids(prompts.prompt_ids, prompts.prompt_mask, vocab_size)

@@ -47,8 +47,8 @@ def batch_std_scale(
 ) -> float:
   """Returns the factor that undoes dynamic sampling for `batch_std` advantages.
 
-  It is sqrt(`accepted`) for a full batch. If only `filled` of `size` groups
-  vary, the sample variances' denominators filled G - 1 and size G - 1 differ.
+  It is sqrt(`accepted`) for a full batch. With `filled` < `size` groups it also
+  corrects the variance's denominator, filled G - 1 instead of size G - 1.
   """
   if not filled:
     return 0.0

@@ -76,7 +76,7 @@ class Episodes(NamedTuple):
 
   def next_ids(self, drawn: Int[Array, "B G"]) -> Int[Array, "B G"]:
     """Returns the next token of each row, drawn or forced."""
-    # Rows that have read everything need a valid index; they take `drawn`.
+    # Rows with no observation left take `drawn`, but need a valid index.
     at = jnp.minimum(self.read, self.observation.shape[-1] - 1)[..., None]
     forced = jnp.take_along_axis(self.observation, at, axis=-1)[..., 0]
     return jnp.where(self.forced, forced, drawn)

@@ -113,7 +113,7 @@ class Gradient(NamedTuple):
 
   loss: Float[Array, ""]
   grads: Params  # gradient, float32 or better
-  metrics: dict[str, Metrics]  # by the names of `update.OVER_UPDATES`
+  metrics: dict[str, Metrics]  # by reduction (`update.OVER_UPDATES`)
   mean_entropy: Float[Array, "n"] | None  # shares of micro-batches
 
 
@@ -212,7 +212,7 @@ def minibatch_totals(
 ) -> MinibatchTotals:
   """Returns totals of a minibatch [n, ...], by a forward pass if needed."""
   mask = batch.completion_mask
-  # Only these two need a forward pass; the bonus needs just a count of tokens.
+  # Token selection and expert load need a forward pass, the bonus a count only.
   needs_pass = terms.selects_tokens or terms.router_aux_coef
   # A single micro-batch knows its own totals.
   if len(mask) == 1 or not (needs_pass or terms.has_bonus):

@@ -24,7 +24,7 @@ class TokenLogprobs(NamedTuple):
   entropy: Float[Array, "_ _ S"]  # of the distribution of each token
   load: Any = None  # a `load_balancing.ExpertLoad`
   kl: Float[Array, "_ _ S"] | None = None  # KL(policy || reference)
-  hidden: Float[Array, "_ _ S D"] | None = None  # of the token before
+  hidden: Float[Array, "_ _ S D"] | None = None  # predicts the token
 
 
 class Reference(NamedTuple):
@@ -51,7 +51,7 @@ def completion_hidden(
 
   A token is predicted by the state of the token before it; the first token of a
   completion (position 0) by the state of the last prompt token. States are [B,
-  G, S, D] or, if `flat`, [C, 1, N, D]; the load of experts may be None.
+  G, S, D] or, if `flat`, [C, 1, N, D]; the load is None without `load_weights`.
   """
   options = dict(positions=positions, segments=segments)
   optional = dict(flat=flat, load_weights=load_weights, replayed=replayed)

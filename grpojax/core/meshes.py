@@ -59,7 +59,7 @@ def make_mesh(
 ) -> Mesh:
   """Makes a mesh of all devices with the axes `AXES`; -1 takes all that remain.
 
-  `data` includes the TPU slices (axis `SLICE`): a multiple of their number.
+  `data` includes the TPU slices (axis `SLICE`), so their number divides it.
   ValueError unless the axes multiply to the number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
@@ -85,7 +85,7 @@ def make_mesh(
       shape = tuple(sizes)
       return jax.make_mesh(shape, AXES, axis_types=_AUTO, devices=devices)
     except NotImplementedError:
-      # JAX splits no axis of a torus, such as fsdp=32 tensor=2 on 8 x 8 chips.
+      # fsdp=32 tensor=2 on 8 x 8 chips splits a torus axis, which JAX refuses.
       placed = mesh_utils.create_device_mesh(
         sizes, devices, allow_split_physical_axes=True
       )
@@ -179,7 +179,7 @@ def divide(
   for size, axes in zip(shape, allowed, strict=False):
     taken = []
     for axis in axes:
-      useless = free.get(axis) == 1 and taken  # list size 1 only alone
+      useless = free.get(axis) == 1 and taken  # size 1 splits nothing more
       if axis in free and size % free[axis] == 0 and not useless:
         # A mesh axis is used once, and the next must divide the rest of `size`.
         size //= free.pop(axis)

@@ -35,8 +35,8 @@ from grpojax.core.options import (
 )
 
 OLD_LOGPROBS = ("rollout", "trainer")
-"""Origin of the old log-probabilities, the ratios' denominators: the rollout,
-or another forward pass of the training program."""
+"""Sources of the old log-probabilities, the ratios' denominators. `rollout`:
+sampling; `trainer`: another forward pass of the training program."""
 
 
 @frozen_options

@@ -39,7 +39,7 @@ class Option:
 
 
 def option(default: Any, text: str, *args: Any, **kwargs: Any) -> Any:
-  """Declares a dataclass field as an `Option` with these arguments."""
+  """Declares a dataclass field; the arguments are those of `Option`."""
   metadata = {"option": Option(default, text, *args, **kwargs)}
   return dataclasses.field(default=default, metadata=metadata)
 

@@ -79,8 +79,8 @@ def rollout(
       a part of it: all parts together give the samples of the whole batch.
     decoding: Options of the decoding loop, for speed: samples stay the same.
     environment: Environment that answers after each turn.
-    record_experts: Records the experts of each token in each layer, a byte per
-      expert, for an objective with `router_replay`.
+    record_experts: Records the experts of each token in each layer, for an
+      objective with `router_replay`.
 
   Raises:
     ValueError: an argument is invalid (`arguments.check_read_prompts`,

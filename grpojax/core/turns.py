@@ -104,14 +104,14 @@ def turn_advantages(
     alone = present(to_go) & (count == 1)
     advantages = jnp.where(alone, to_go, advantages)
   # Look up each token's turn: 0 stands in for -1, and K or more gives nan.
-  of_tokens = jnp.take_along_axis(
+  token_advantages = jnp.take_along_axis(
     jnp.swapaxes(advantages, 1, 2),
     jnp.maximum(rollout.turns, 0),
     axis=-1,
     mode="fill",
     fill_value=jnp.nan,
   )
-  return jnp.where(rollout.sampled, of_tokens, 0.0)
+  return jnp.where(rollout.sampled, token_advantages, 0.0)
 
 
 def trajectories(

@@ -98,9 +98,9 @@ class LM(NamedTuple):
       `longest` is None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> ForwardOutput`, or None: `prefill` and
-      `extend` (without a cache) in one. With `flat`, a `flat_tokens.FlatTokens`
-      of prompts [B, P] and of rows [n, 1, S] of one prompt each, `hidden` is
-      [C, 1, N, D] of the rows' tokens; else [B, G, S, D].
+      `extend` (without a cache) in one. `flat` is a `flat_tokens.FlatTokens` of
+      prompts [B, P] and rows [n, 1, S], one prompt per row; `hidden` is then
+      [C, 1, N, D], the rows' real tokens, else [B, G, S, D].
     has_experts: True for a mixture of experts, whose functions take more
       options. `prefill` and `extend` (with a cache) return the experts of each
       token if `record=True`: X numbers, layer by layer. `forward` takes
@@ -135,7 +135,9 @@ class LM(NamedTuple):
     if self.prepare is None:
       if formats:
         names = ", ".join(f"{name}={x}" for name, x in formats.items())
-        raise ValueError(f"this model has no LM.prepare: leave out {names}")
+        raise ValueError(
+          f"this model has no LM.prepare: sample without {names}"
+        )
       return self, params
     return self.prepare(params, longest, **formats)
 

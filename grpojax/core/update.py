@@ -109,7 +109,7 @@ def off_policy_conflicts(
       f"samples {origin} are not the policy's own: use token_truncate or "
       "another correction, or sample without int8 and sampling.ahead"
     )
-  # In these cases the penalty uses the rollout's log-probabilities.
+  # True if the penalty is computed from the rollout's log-probabilities.
   penalty_of_rollout = options.on_policy or to_rollout
   if (samples or weighs) and objective.kl_in_reward and penalty_of_rollout:
     reasons["kl_placement"] = (
@@ -163,9 +163,9 @@ def make_update(
   minibatches from the state's key and step (`draw_orders`). Token weights, the
   selection of tokens by entropy and the balance of experts are computed over a
   whole minibatch, so micro-batches (`packing`) affect only memory; with several
-  of them, selection and balance take an additional forward pass. The rollout is
-  sampled as in `sampling`; an adaptive entropy bonus has its control in the
-  state. For an exact KL term `ref_params` (and `ref_lm`) are those of
+  of them, selection and balance take an additional forward pass. `sampling` is
+  the distribution of the rollout. An adaptive entropy bonus keeps its control
+  in the state. For an exact KL term pass the `ref_params` and `ref_lm` of
   `make_batch`; only `LM.unembed` reads them.
 
   Returns a pure `update(state, batch, ref_params=None) -> (state, metrics)`.

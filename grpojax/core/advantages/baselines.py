@@ -20,7 +20,7 @@ from grpojax.core.group_axis import (
 )
 
 # Grid of Beta(alpha, beta) priors, 15 means by 10 concentrations alpha + beta:
-# low ones mean success rates near 0 or 1, high ones nearly equal rates.
+# low sums put success rates near 0 or 1, high sums make them nearly equal.
 _MEANS = (np.arange(15) + 0.5) / 15
 _CONCENTRATIONS = np.logspace(-0.5, 2.5, 10)
 _ALPHA = np.outer(_MEANS, _CONCENTRATIONS).ravel()
@@ -60,7 +60,7 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   within = within / jnp.maximum(sum_of_others(has_variance), 1)
   pooled = sum_of_others(means * has_mean) / jnp.maximum(others, 1)
   # t2: the variance of the other prompts' means, less the part due to noise.
-  # B x B numbers, because a total minus one prompt keeps an outlier's rounding.
+  # B x B numbers, because "total minus x_b" would keep an outlier's rounding.
   different = ~jnp.eye(len(counts), dtype=bool)
   distances = has_mean * different * (means - pooled[:, None]) ** 2
   spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)
@@ -92,7 +92,7 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 
     sum_grid p (alpha + S) / (alpha + beta + G - 1),  S = sum_{j != i} Z_{b,j},
 
-  where p is proportional to the beta-binomial likelihood of these rewards. It
+  where p is proportional to the beta-binomial likelihood of those rewards. It
   is unbiased for any rewards: the baseline clips them to [0, 1] and counts
   fractions as parts of a success. G >= 2; takes memory for B G 150 numbers.
   Equal rewards give advantages near 0, not exactly 0.

@@ -45,7 +45,7 @@ def _minus_weighted_others(
   moved = shifted(rewards)
   weights = jnp.where(rewarded, weights, 0)
   total = sum_of_others(weights)
-  # If all other weights are 0, the baseline is the others' plain mean.
+  # If all other weights are 0, the baseline is the others' unweighted mean.
   known = total > 0
   weighted = sum_of_others(weights * moved) / jnp.where(known, total, 1)
   plain = sum_of_others(moved) / jnp.maximum(count(rewards) - 1, 1)
@@ -112,8 +112,8 @@ def optimal_token_baseline(
   A_it = R_it - sum_{j != i} w_jt R_jt / sum_{j != i} w_jt, over samples j with
   a t-th sampled token, w_jt = (sum_{u <= t} token_score_sq_ju)^power: the
   optimal token baseline (arXiv 2602.07078), unbiased because it leaves out the
-  sample's own reward. If no other sample has a t-th token, the baseline is the
-  others' plain mean.
+  sample's own reward. If no other sample has a t-th token, the baseline is
+  their unweighted mean.
 
   verl's `optimal_token_baseline` (`tir_optimal_token_baseline` with
   handle_zero_tail for several turns) has leave_one_out = False, power = 1, and

@@ -34,15 +34,16 @@ def load_weights(
   """
   mask = batch.completion_mask
   learned = jnp.sum(jnp.any(mask, axis=-1), axis=-1, keepdims=True)
-  of_prompts = batch.prompt_mask * learned
-  return of_prompts.astype(jnp.float32), mask.astype(jnp.float32)
+  prompt_weights = batch.prompt_mask * learned
+  return prompt_weights.astype(jnp.float32), mask.astype(jnp.float32)
 
 
 def load_balancing_loss(
   load: ExpertLoad, whole: ExpertLoad | None = None
 ) -> Float[Array, ""]:
-  """Returns X sum_x f_x P_x, or a micro-batch's share of it, given the `whole`.
+  """Returns the loss X sum_x f_x P_x, or a micro-batch's share of it.
 
+  For a micro-batch, `whole` is the load of its whole minibatch.
   f_x is the share of all tokens sent to expert x, P_x its mean probability,
   over tokens and layers together (arXiv 2101.03961, equations 4 to 6, like
   transformers' `load_balancing_loss_func`; over a whole batch: arXiv

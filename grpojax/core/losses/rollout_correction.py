@@ -65,7 +65,7 @@ def is_weights(
   low: float = 0.0,
   high: float = _INF,
 ) -> tuple[Float[Array, "B G T"], Bool[Array, "B G T"]]:
-  """Importance-sampling weights of the tokens' losses (the module's table).
+  """Importance-sampling weights of the tokens' losses (see the module's table).
 
   `log_ratio` is log(pi_old / mu), 0 on padding. Padding gets weight 1. Also
   returns a mask that is True for weights out of bounds.
@@ -114,8 +114,8 @@ def make_correction(
 ) -> Callable[..., tuple[Array | None, Array | None, Aux]] | None:
   """Makes the correction that `make_update` applies to its losses.
 
-  In a single update pi_old is the update's own policy; several updates need the
-  trainer's old log-probabilities (with the rollout's, these weights are 1).
+  In a single update pi_old is the policy that is updated. Several updates need
+  old_logprobs = "trainer" (with "rollout" all correction weights are 1).
   `off_policy_sequences` above `threshold` nats per token are left out.
 
   Returns None if both are off, else `(logprobs, batch) -> (is_weights,

@@ -27,7 +27,7 @@ def token_mismatch(
 
   "log_ratio" is log(pi_trainer / pi_rollout) in nats, "kl" k3 of KL(rollout ||
   trainer) (both 0 on padding). Other arrays, such as "clip_fraction_low", are
-  those of the loss with the rollout's log-probabilities as the old ones.
+  logged by the loss if its old log-probabilities are the rollout's.
   """
   if batch.rollout_logprobs is None:
     return {}

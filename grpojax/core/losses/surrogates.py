@@ -113,7 +113,7 @@ def clipped(
 def _clip(
   x: Tokens, advantages: Tokens, low: float | int, high: float | int
 ) -> tuple[Tokens, Aux]:
-  """Bounds x on the side to which its advantage moves it; also returns logs."""
+  """Clips x on the side to which its advantage moves it; returns logs, too."""
   below = (x < low) & (advantages < 0)
   above = (x > high) & (advantages > 0)
   bounded = jnp.where(above, high, jnp.where(below, low, x))
@@ -131,7 +131,7 @@ def cispo(
   """CISPO: REINFORCE with clipped importance weights.
 
   -sg(clip(r, cispo_min, cispo_max)) A log pi (arXiv 2506.13585, equations 4 and
-  5). The bounds are for the ratio itself, so 1 lies between them.
+  5). The bounds are for the ratio itself, not for its distance from 1.
   `clip_fraction_low` and `_high` log the clipped ratios.
   """
   weights = jax.lax.stop_gradient(jnp.clip(ratios, cispo_min, cispo_max))

@@ -60,7 +60,7 @@ def find_tokens(
 def _take(x, index, inverse):
   """Takes entries of each device's x, each at most once; 0 if out of range.
 
-  The backward pass takes entries by the inverse index instead of a scatter.
+  The backward pass uses the inverse index instead of a scatter.
   """
   look_up = lambda x, index: x.at[index].get(mode="fill", fill_value=0)
   return jax.vmap(look_up)(x, index)
@@ -100,7 +100,7 @@ def unflatten(
 def _repeat(x, index):
   """Takes entries of each device's x, any number of times.
 
-  The backward pass sums them in float32 by a product instead of a scatter.
+  The backward pass sums gradients in float32, by a product, not a scatter.
   """
   return jax.vmap(lambda x, index: x[index])(x, index)
 
@@ -127,7 +127,7 @@ _repeat.defvjp(
 
 
 class FlatTokens(NamedTuple):
-  """Index of the real tokens of prompts and rows of completions."""
+  """Indices of the real tokens of prompts, and of rows of completions."""
 
   prompts: TokenIndex  # of prompts [B, 1, P]
   rows: TokenIndex  # of rows of completions [n, 1, S]

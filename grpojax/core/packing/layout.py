@@ -214,7 +214,7 @@ def _packing(
   prompt_of_row = np.zeros((bundles, shape.splits, shape.rows), np.int32)
   prompt_of_row[bundle, split, place] = copy
 
-  # Arrays over the tokens of these samples; `index` is that of the sample.
+  # Arrays over the tokens of these samples; `index` is a token's sample.
   length = lengths[prompt, sample]
   start = spread.start_of_sample[prompt, sample]
   index = np.repeat(np.arange(len(length)), length)
