@@ -58,7 +58,7 @@ def batch_std_scale(
 
 
 def pad_prompts(rollout: Rollout, length: int) -> Rollout:
-  """Pads the prompts to `length` tokens."""
+  """Pads the prompts of a rollout to `length` tokens."""
   more = length - rollout.prompt_ids.shape[-1]
 
   def pad(x):

@@ -58,7 +58,7 @@ class Environment(NamedTuple):
 
 
 class Episodes(NamedTuple):
-  """Turns of the trajectories so far."""
+  """State of trajectories between tokens: environments, observations, turns."""
 
   state: PyTree  # states of the environments, arrays [B, G, ...]
   observation: Int[Array, "B G O"]  # answer to the last turn
@@ -83,7 +83,7 @@ class Episodes(NamedTuple):
 
 
 def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
-  """Folds -1 - turn into the keys, because tokens fold in t >= 0."""
+  """Derives keys of a turn: folds in -1 - turn, because tokens fold in t >= 0."""
   return jax.vmap(jax.vmap(jax.random.fold_in))(
     keys, jnp.broadcast_to(-1 - turn, keys.shape)
   )

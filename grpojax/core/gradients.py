@@ -57,7 +57,7 @@ class LossTerms:
   def with_reference(
     self, lm: LM, params: Params, hidden: Float[Array, "B G T R"]
   ) -> "LossTerms":
-    """Returns these terms with the reference of an exact KL term.
+    """Returns a copy with the reference policy of an exact KL term.
 
     ValueError if its head cannot read the states of the batch.
     """
@@ -100,7 +100,7 @@ class MinibatchTotals(NamedTuple):
 
 
 class MicroBatchValues(NamedTuple):
-  """Values of a micro-batch in addition to its loss."""
+  """Metrics of a micro-batch, and terms of its loss."""
 
   token_metrics: Metrics  # arrays [b, g, T], logged as means over tokens
   mismatch: Metrics  # differences from the rollout's log-probabilities
@@ -210,7 +210,7 @@ def micro_batch_loss(
 def minibatch_totals(
   terms: LossTerms, params: Params, batch: Batch
 ) -> MinibatchTotals:
-  """Returns totals of a minibatch [n, ...], by a forward pass if needed."""
+  """Computes totals of a minibatch [n, ...], with a forward pass if needed."""
   mask = batch.completion_mask
   # Token selection and expert load need a forward pass, the bonus a count only.
   needs_pass = terms.selects_tokens or terms.router_aux_coef

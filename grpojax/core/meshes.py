@@ -57,7 +57,7 @@ def make_mesh(
   tensor: int = 1,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """Makes a mesh of all devices with the axes `AXES`; -1 takes all that remain.
+  """Makes a mesh with axes `AXES`; -1 takes all remaining devices.
 
   `data` includes the TPU slices (axis `SLICE`), so their number divides it.
   ValueError unless the axes multiply to the number of devices.

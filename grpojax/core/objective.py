@@ -49,7 +49,9 @@ class Objective:
   advantage: str | Callable[..., Array] = option(
     "leave_one_out", "advantage estimator", ADVANTAGES
   )
-  subset_size: int = one_or_more(2, "k of max_at_k, min_at_k and max_rl")
+  subset_size: int = one_or_more(
+    2, "subset size k of max_at_k, min_at_k and max_rl"
+  )
   score_power: float = positive(
     2.0, "power of the weights of score_weighted and optimal_token_baseline"
   )
@@ -134,8 +136,8 @@ class Objective:
   )
   old_logprobs: str = option(
     "rollout",
-    "source of the ratio's denominator if a step has several updates; trainer: "
-    "an additional forward pass",
+    "source of the ratio's denominator if a step has several updates; rollout: "
+    "sampling; trainer: an additional forward pass",
     OLD_LOGPROBS,
   )
   correction: str = option(
@@ -164,7 +166,7 @@ class Objective:
     TRUNCATED,
   )
   weighting: str | Callable[[Array], Array] = option(
-    "token_mean", "weights of tokens by completion length", WEIGHTINGS
+    "token_mean", "how token weights depend on completion length", WEIGHTINGS
   )
   kl: str = option(
     "k3",

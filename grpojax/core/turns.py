@@ -154,8 +154,7 @@ def trajectories(
   t = longest if length is None else length
   if not isinstance(t, int) or longest > t:
     raise ValueError(
-      f"length = {t!r}: must be an int of at least {longest}, the longest "
-      "trajectory, or None"
+      f"length = {t!r}: must be an int of at least {longest} tokens, or None"
     )
   # Pad the trajectories, samples of all groups in one axis.
   ids = np.full((b * g, t), pad_id, np.int32)

@@ -131,7 +131,7 @@ class LM(NamedTuple):
   def prepared(
     self, params: Params, *, longest: int | None, **formats: str
   ) -> tuple["LM", Params]:
-    """Calls `prepare`, if any; ValueError for formats without it."""
+    """Calls `prepare`, if any; ValueError for formats that need it."""
     if self.prepare is None:
       if formats:
         names = ", ".join(f"{name}={x}" for name, x in formats.items())

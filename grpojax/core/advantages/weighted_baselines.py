@@ -33,7 +33,7 @@ from grpojax.core.types import Rollout
 def _minus_weighted_others(
   rewards: Float[Array, "*B G"], weights: Shaped[Array, "..."], name: str
 ) -> Float[Array, "*B G"]:
-  """Computes A_i of rewards from `as_float`; `name` describes the weights."""
+  """Rewards minus the others' weighted mean; errors call the weights `name`."""
   weights = jnp.asarray(weights).astype(rewards.dtype)
   if weights.shape != rewards.shape:
     raise ValueError(
@@ -165,7 +165,7 @@ def optimal_token_baseline(
 def sample_weights(
   advantage: Callable[..., Array], rollout: Rollout
 ) -> dict[str, Shaped[Array, "B G *t"]]:
-  """Computes the arrays that the parameters of an advantage name."""
+  """Computes the inputs of samples that an advantage has as parameters."""
   mask = rollout.sampled
   token_scores = lambda: token_score_sq(rollout.logprobs, mask)
   weights = {

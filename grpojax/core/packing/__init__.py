@@ -137,10 +137,8 @@ def split(
 
   samples = jax.tree.map(split_groups, samples)
   # Each part of a group comes with its prompt.
-  prompts = jax.tree.map(
-    lambda x: jnp.repeat(x, group_parts, axis=0),
-    split_rows(prompts, prompt_parts),
-  )
+  prompts = split_rows(prompts, prompt_parts)
+  prompts = jax.tree.map(lambda x: jnp.repeat(x, group_parts, axis=0), prompts)
   return prompts, samples, None, None
 
 

@@ -107,7 +107,7 @@ class _Shape(NamedTuple):
 
 
 def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
-  """Returns the smallest sizes with room for any `bundles` of the bundles."""
+  """Returns the smallest sizes that fit any choice of `bundles` bundles."""
   splits, prompts = spread.has_prompt.shape[1:]
   tokens_of_split = np.zeros((batch.bundles, splits), np.int64)
   rows_of_split = np.zeros_like(tokens_of_split)

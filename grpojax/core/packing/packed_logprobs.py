@@ -67,7 +67,7 @@ def completion_logprobs(
   reference: Reference | None = None,
   **options: Any,
 ) -> TokenLogprobs:
-  """Computes `logprobs_and_load`, on packed rows if `rows` is not None.
+  """Computes log-probabilities (`logprobs_and_load`), on packed `rows` if any.
 
   If packed, results [B, G, T] are 0 on padding, and NaN if prompts are longer
   than planned; they do not support `jax.jvp`, and `LM.extend` gets `segments`.
