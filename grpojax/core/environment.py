@@ -83,7 +83,7 @@ class Episodes(NamedTuple):
 
 
 def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
-  """Derives keys of a turn: folds in -1 - turn, because tokens fold in t >= 0."""
+  """Derives a turn's keys: folds in -1 - turn, since tokens fold in t >= 0."""
   return jax.vmap(jax.vmap(jax.random.fold_in))(
     keys, jnp.broadcast_to(-1 - turn, keys.shape)
   )

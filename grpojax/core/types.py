@@ -84,10 +84,10 @@ class LM(NamedTuple):
       arrays [B, G, ...] over the rows of a cache; or None. With this and
       `grow_cache`, a rollout's work follows the tokens in the cache and the
       unfinished samples.
-    align_cache_rows: `(cache, ends [B, G], index, slots) -> cache` of `slots`
-      tokens, which moves the token before slot `ends` of each row to just
-      before slot `index`, where all rows are written next; or None: then rows
-      cannot wait for an environment on the host (`decoding.chunks`).
+    align_cache_rows: `(cache, ends [B, G], index, slots) -> cache` with room
+      for `slots` tokens. It shifts each row, whose tokens end before slot
+      `ends`, so that they end before slot `index`, the next to be written. If
+      None, rows cannot wait for an environment on the host (`decoding.chunks`).
     map_prefix_rows: `(function, prefix) -> prefix`, maps a function of arrays
       [B, ...] over the prompts of a prefix; or None. With it, a rollout of one
       sample per prompt leaves out finished prompts.

@@ -194,7 +194,7 @@ def gmpo(
   -A (prod_t c(r_t))^(1/|o|), at each token of the completion (arXiv 2507.20673,
   equations 4 and 5). log c(r) is log r, but at most gmpo_clip_high if A > 0 and
   at least -gmpo_clip_low if A < 0. With `sequence_mean` weights it is the
-  paper's loss; with `sequence_ratio` it clips GSPO's ratio. Logs like `clipped`.
+  paper's; with `sequence_ratio` it clips GSPO's ratio. Logs like `clipped`.
   """
   bounded, aux = _clip(_log(ratios), advantages, -gmpo_clip_low, gmpo_clip_high)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)

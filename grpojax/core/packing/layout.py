@@ -51,7 +51,7 @@ def first_fit(
 
 
 class _Batch(NamedTuple):
-  """Lengths of a batch, and its number of bundles."""
+  """Lengths of a batch's completions and prompts, and its number of bundles."""
 
   lengths: Int[np.ndarray, "B G"]
   length: int  # T
