@@ -5,7 +5,7 @@ from typing import Any
 from grpojax.models import config_json
 from grpojax.models.config import TransformerConfig
 
-# ours -> (Hugging Face's name, stored transposed)
+# Path in our parameters: (Hugging Face's name, True if stored transposed)
 KEYS = {
   "embed": ("model.embed_tokens.weight", False),
   "final_norm": ("model.norm.weight", False),
@@ -33,7 +33,7 @@ KEYS = {
   )
 }
 READ = config_json.READ | {"attention_bias": False, "mlp_bias": False}
-# nanotron's mark of an exported model.
+# nanotron adds this key to the models that it exports.
 FIXED = {"is_llama_config": True}
 
 

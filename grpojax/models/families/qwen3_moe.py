@@ -33,7 +33,7 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   return TransformerConfig(
     **config_json.common(hf_config)
     | {"mlp": hf_config["moe_intermediate_size"]},
-    # Either all layers have a window, or none.
+    # Either all layers have a window, or no layer has one.
     **qwen2.window(hf_config | {"max_window_layers": 0}),
     rope=config_json.rope(hf_config),
     qk_norm=True,
