@@ -184,7 +184,7 @@ def _side_by_side(
   return jnp.concatenate(wide, axis=3)
 
 
-def _apart(out: Float[Array, "B G k r S e"], heads: int) -> Array:
+def _separate_heads(out: Float[Array, "B G k r S e"], heads: int) -> Array:
   """Undoes `_side_by_side` for outputs: returns [B, G, K, R, S, E]."""
   b, g, k, r, s, e = out.shape
   r, e = r // heads, e // heads
@@ -247,7 +247,7 @@ def two_part_attention(
   parts.append(_Keys(keys, values, row_mask, (row_axes,) * 2))
   out, lse = _attend(row_q, parts, scale, cap, cpu.without(_QUERY_AXES, unit))
   if per_row > 1:
-    out = _apart(out, per_row)
+    out = _separate_heads(out, per_row)
     # [B, G, K/n, n R, S] lists heads in the same order as [B, G, K, R, S].
     lse = lse.reshape(*q.shape[:-1], 1)
   # Take a second softmax over the prompt, and merge it with the first.

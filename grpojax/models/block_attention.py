@@ -75,24 +75,24 @@ def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
   index, positions, segments = keys
   query_index, query_positions, query_segments, local = queries
   block = settings.block
-  apart = (query_index - index) * block  # slots from first key to first query
+  offset = (query_index - index) * block  # slots from first key to first query
   slot = jnp.arange(block)
-  mask = apart + slot[:, None] >= slot
+  mask = offset + slot[:, None] >= slot
   # A block with only later keys is skipped.
-  seen = apart >= 0
+  seen = offset >= 0
   if segments is not None:
     mask &= query_segments[..., None] == segments[..., None, :]
   if settings.any_local:
     mask &= _in_window(settings, query_positions, local, positions)
     # The closest pair is the first query and the last key of the blocks.
-    reached = apart - block + 1 < settings.window
+    reached = offset - block + 1 < settings.window
     seen &= reached | ~jnp.asarray(local)
   # Broadcast over heads: [B, G, 1, 1, S, C].
   return mask if mask.ndim == 2 else mask[:, :, None, None], seen
 
 
 def _prompt_mask(settings, queries, keys) -> tuple[Array, None]:
-  """Returns a prompt's mask for a block of keys; None: it is always computed."""
+  """Returns a prompt's mask for a block of keys; None: it is never skipped."""
   index, mask = keys
   _, positions, _, local = queries
   # [B, C] -> [B, 1, 1, C]; prompts precede all queries, so no order is needed.
@@ -169,7 +169,7 @@ def _add_if(seen, add, carry, *operands):
     return jax.lax.cond(seen, add, lambda carry, *_: carry, carry, *operands)
 
 
-def _laid_out(q):
+def _constrain_queries(q):
   return constrain(q, "batch", "group", "kv_heads", "query_heads")
 
 
@@ -188,7 +188,7 @@ def _forward(settings, q, row, prompt, visibility):
 
   def attend_block(_, block):
     q, queries = block
-    q = _laid_out(q)
+    q = _constrain_queries(q)
     # The largest logit so far, the sum of weights exp(logit - largest), and the
     # sum of weights times values. A larger logit rescales both sums.
     carry = (
@@ -251,8 +251,8 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
   @_recomputed
   def tangent_block(block):
     q, dq, out, lse, queries = block
-    q = _laid_out(q)
-    dq = _laid_out(dq).astype(jnp.float32)
+    q = _constrain_queries(q)
+    dq = _constrain_queries(dq).astype(jnp.float32)
     lse = lse[..., None]
     # Two sums over keys: of w d l v + w d v, and of w d l
     carry = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lse.shape, jnp.float32)

@@ -135,8 +135,8 @@ def _map(
   return tuple(
     # Axes of the slots in keys, values and their scales; without scales, `map`
     # stops after the values.
-    Slots(*map(function, (5, 4, 4, 4), *map(jax.tree.leaves, of_stack)))
-    for of_stack in zip(*stacks, strict=True)
+    Slots(*map(function, (5, 4, 4, 4), *map(jax.tree.leaves, same_stack)))
+    for same_stack in zip(*stacks, strict=True)
   )
 
 
@@ -174,7 +174,7 @@ def map_rows(
 def map_prompts(
   function: Callable[..., Array], stacks: tuple[PromptKeysValues, ...]
 ) -> tuple[PromptKeysValues, ...]:
-  """Applies a function of arrays [B, ...] to each layer of stacks."""
+  """Applies a function of arrays [B, ...] to each layer of prompts' stacks."""
   mapped = jax.vmap(function)
   names = None, "batch", "kv_heads"
   return jax.tree.map(lambda x: constrain(mapped(x), *names), stacks)
@@ -204,7 +204,7 @@ def align(
 def _roll_rows(
   x: Shaped[Array, "L B G ..."], shifts: Int[Array, "B G"], axis: int
 ) -> Shaped[Array, "L B G ..."]:
-  """Rolls each row by its own shift, in a loop: XLA would copy all rows."""
+  """Rolls each row by its own shift in a loop, or XLA would copy all rows."""
 
   def roll(x, shifts):
     b, g = shifts.shape

@@ -13,7 +13,7 @@ from typing import Any
 from grpojax.models.rope import Rope
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-READ = {
+READ = {  # keys that all families read, with transformers' defaults
   "num_key_value_heads": None,
   "head_dim": None,
   "hidden_act": "silu",

@@ -34,7 +34,7 @@ from grpojax.core.decoding.sampling import NEGATIVE
 from grpojax.models.attention import soft_cap
 
 _VMEM = 56 * 2**20  # bytes of on-chip memory for a TPU's kernel
-_VMEM_V4 = 15 * 2**20
+_VMEM_V4 = 15 * 2**20  # for a TPU v4
 
 
 class Settings(NamedTuple):

@@ -158,7 +158,7 @@ def scan(
   """
   start = 0
   outputs = []
-  # Other models keep the loop, because XLA would keep values that it should
+  # Other models need the loop. Without it, XLA would keep values that it should
   # recompute, or gather the parameters of several layers at once.
   shallow = config.layers <= SHALLOW
   unroll = shallow and remat == "none" and sharding.fsdp_shards() == 1

@@ -81,8 +81,8 @@ def expert_load(
 ) -> ExpertLoad:
   """Returns the load of a layer's experts, with `count` experts per token.
 
-  `weights` tell how much each token counts. It computes the logits of `mixture`
-  again, which takes about X / (3 k F) of a layer's work.
+  `weights` tell how much each token counts. The router's logits are
+  computed again (see `mixture`): about X / (3 k F) of a layer's work.
   """
   probs = jax.nn.softmax(_logits(x, router), axis=-1)
   # XLA would gather tokens over a mesh for `top_k`. So compare all pairs of

@@ -3,11 +3,10 @@
 A pass builds the `TokenContext` of its tokens, embeds them, runs the layers of
 all stacks (`layer_stacks`) and applies the final norm:
 
-    prefill   prompts [B, P]          -> keys and values of all layers
-    extend    completions [B, G, S]   -> hidden states, given prefilled prompts
-              or S next tokens, if there is a cache
-    forward   prompts and completions -> hidden states for training (without a
-              cache of keys and values)
+    prefill   prompts [B, P]         -> keys and values of all layers
+    extend    completions [B, G, S], -> hidden states, given prefilled prompts
+              or the next S tokens      and, for next tokens, a cache
+    forward   prompts, completions   -> hidden states, for training
 """
 
 import dataclasses
@@ -52,7 +51,7 @@ def cast(params: Params, dtype: Any) -> Params:
   return jax.tree_util.tree_map_with_path(cast_leaf, params)
 
 
-def rope_of_kinds(
+def rotary_tables(
   config: TransformerConfig, positions: Int[Array, "*tokens"]
 ) -> tuple[RotaryTable, ...]:
   """Returns a rotary table for each of `TransformerConfig.ropes`."""
@@ -83,7 +82,7 @@ def _row_context(
   size = positions.shape[-1]
   has_mask = size <= WHOLE or row_attention is None
   mask = _row_mask(size, segments) if has_mask else None
-  tables = rope_of_kinds(config, positions)
+  tables = rotary_tables(config, positions)
   return TokenContext(tables, mask, positions, prompt_mask, segments=segments)
 
 
@@ -113,7 +112,7 @@ def _next_context(
     look_up = lambda x: jnp.take(x, positions, axis=0, mode="clip")
     tables = jax.tree.map(look_up, params[ROPE])
   else:
-    tables = rope_of_kinds(config, positions)
+    tables = rotary_tables(config, positions)
   return TokenContext(
     tables,
     mask,
@@ -150,7 +149,7 @@ def _split_flat(
 
 def _flat_context(config, prompts, rows, flat: FlatTokens) -> _FlatContext:
   join = lambda prompts, rows: _join_flat(prompts, rows, flat)
-  tables = rope_of_kinds(config, join(prompts.positions, rows.positions))
+  tables = rotary_tables(config, join(prompts.positions, rows.positions))
   routing = jax.tree.map(join, prompts.routing, rows.routing)
   return _FlatContext(tables, routing, (prompts, rows), flat)
 

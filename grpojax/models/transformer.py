@@ -135,7 +135,7 @@ def _for_decoding(
   params = quantized(params) | {"layers": quantized(params["layers"])}
   params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
   positions = jnp.arange(longest)
-  params |= {passes.ROPE: passes.rope_of_kinds(config, positions)}
+  params |= {passes.ROPE: passes.rotary_tables(config, positions)}
   if config.labels:
     return params
   if config.tied:

@@ -7,8 +7,8 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.families import llama
 
 KEYS = llama.KEYS | {
-  f"layers/{ours}": (f"model.layers.{{layer}}.{theirs}.weight", False)
-  for ours, theirs in (
+  f"layers/{name}": (f"model.layers.{{layer}}.{hf_name}.weight", False)
+  for name, hf_name in (
     ("attn_post_norm", "post_attention_layernorm"),
     ("mlp_norm", "pre_feedforward_layernorm"),
     ("mlp_post_norm", "post_feedforward_layernorm"),

@@ -12,8 +12,8 @@ KEYS = {
   "head": ("lm_head.weight", True),
   "score": ("score.weight", True),
 } | {
-  f"layers/{ours}": (f"model.layers.{{layer}}.{theirs}", transposed)
-  for ours, theirs, transposed in (
+  f"layers/{name}": (f"model.layers.{{layer}}.{hf_name}", transposed)
+  for name, hf_name, transposed in (
     ("attn_norm", "input_layernorm.weight", False),
     ("q", "self_attn.q_proj.weight", True),
     ("k", "self_attn.k_proj.weight", True),

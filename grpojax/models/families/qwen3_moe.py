@@ -7,8 +7,8 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.families import qwen2, qwen3
 
 KEYS = qwen3.KEYS | {
-  f"layers/{ours}": (f"model.layers.{{layer}}.mlp.{theirs}.weight", True)
-  for ours, theirs in (
+  f"layers/{name}": (f"model.layers.{{layer}}.mlp.{hf_name}.weight", True)
+  for name, hf_name in (
     ("router", "gate"),
     ("expert_gate", "experts.{expert}.gate_proj"),
     ("expert_up", "experts.{expert}.up_proj"),

@@ -67,7 +67,7 @@ class Tensor(NamedTuple):
   offset: int  # in bytes
   # Number of heads if rows have GGUF's order for Llama, else 0. In this order,
   # the rows of a head's two halves alternate. For two heads of four rows:
-  #   ours  0 1 2 3 | 4 5 6 7
+  #   hf_name  0 1 2 3 | 4 5 6 7
   #   file  0 2 1 3 | 4 6 5 7
   heads: int = 0
 
@@ -302,8 +302,8 @@ def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
     "attention.key_length": width // heads,
     "rope.freq_base": 10_000.0,
   } | values
-  there = values.keys() | file.tensors.keys()
-  if lacking := [x for x in (*names, EMBEDDING) if x not in there]:
+  present = values.keys() | file.tensors.keys()
+  if lacking := [x for x in (*names, EMBEDDING) if x not in present]:
     raise ValueError(f"{file.path} lacks {', '.join(lacking)} (of {prefix}*)")
   return values
 
@@ -368,10 +368,10 @@ def find(
   gguf_names = gguf.get_tensor_name_map(kind, 1)  # of layer 0
   renamed = {}
   used = {_FACTORS}  # config.json has these
-  for ours in names:
-    layer = re.search(r"layers\.(\d+)", ours)
-    expert = re.search(r"experts\.(\d+)", ours)
-    general = re.sub(r"experts\.\d+", "experts", ours)
+  for hf_name in names:
+    layer = re.search(r"layers\.(\d+)", hf_name)
+    expert = re.search(r"experts\.(\d+)", hf_name)
+    general = re.sub(r"experts\.\d+", "experts", hf_name)
     general = re.sub(r"layers\.\d+", "layers.0", general)
     key = gguf_names.get_name(general, try_suffixes=(".weight", ".bias")) or ""
     if layer:
@@ -380,6 +380,6 @@ def find(
     if expert and tensor and tensor.shape[0] == hf_config["num_experts"]:
       tensor = tensor.part(int(expert[1]))
     if tensor:
-      renamed[ours] = tensor._replace(heads=heads.get(key.split(".")[-2], 0))
+      renamed[hf_name] = tensor._replace(heads=heads.get(key.split(".")[-2], 0))
       used.add(key)
   return renamed | {k: v for k, v in file.tensors.items() if k not in used}

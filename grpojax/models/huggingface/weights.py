@@ -30,7 +30,7 @@ _BLOCK = 2**20  # bytes to map at a time, because mapped bytes count as memory
 
 
 class Leaf(NamedTuple):
-  """Stored tensors that make up an array, for example
+  """Stored tensors that make up an array, as in this example.
 
   "layers/q" [2, D, H E]: model.layers.0.self_attn.q_proj.weight [H E, D]
   (stacked = 1,           model.layers.1.self_attn.q_proj.weight [H E, D]

@@ -74,12 +74,12 @@ def _lock(directory: pathlib.Path) -> int:
   file = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    ours = os.path.samestat(os.fstat(file), os.stat(directory))
+    is_locked = os.path.samestat(os.fstat(file), os.stat(directory))
   except (BlockingIOError, FileNotFoundError):
-    ours = False  # FileNotFoundError: renamed by another process
+    is_locked = False  # FileNotFoundError: renamed by another process
   except OSError:
-    ours = True  # a file system without locks
-  if not ours:
+    is_locked = True  # a file system without locks
+  if not is_locked:
     os.close(file)
     raise ValueError(f"another process is writing to {directory}: wait for it")
   return file
