@@ -335,7 +335,7 @@ def block_attention(
   """Computes causal `two_part_attention` of whole rows (C = S) in blocks.
 
   Besides arguments and result, it needs a few times B G H block^2 float32.
-  `window` applies to local layers. `block` is in tokens; None: see `LONG`.
+  `window` applies to local layers. `block` is the number of tokens.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:

@@ -151,7 +151,7 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
   layers = merged["num_hidden_layers"]
   if layers * experts > _MOST_LAYERS:
     counts = f"{layers} layers with {experts} experts each"
-    raise ValueError(f"config.json has {counts}: the limit is {_MOST_LAYERS}")
+    raise ValueError(f"config.json has {counts}, above {_MOST_LAYERS} in all")
   for key, default in read.items():
     value = merged[key]
     if isinstance(default, bool) and not isinstance(value, bool | None):

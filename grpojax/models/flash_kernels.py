@@ -43,7 +43,7 @@ class Settings(NamedTuple):
   scale: float
   cap: float | None
   platform: str
-  blocks: tuple[int, ...]  # tokens per key block of each part; queries: [0]
+  blocks: tuple[int, ...]  # tokens per key block of a part; [0]: queries too
 
 
 class Part(NamedTuple):
@@ -73,7 +73,7 @@ def block_size(platform: str, size: int, width: int) -> int:
 
 
 def _vmem() -> int:
-  """Returns a kernel's memory limit on the chips of the mesh, or of JAX."""
+  """Returns the bytes that a kernel may use on a TPU of the mesh, or of JAX."""
   mesh = jax.sharding.get_abstract_mesh()
   device = getattr(mesh, "abstract_device", None) or jax.devices()[0]
   return _VMEM_V4 if "v4" in device.device_kind else _VMEM

@@ -90,7 +90,7 @@ def product_kernel(
   # the rows of earlier runs and of the run's earlier tiles.
   index = jnp.arange(len(rows) // tile + groups, dtype=runs.dtype)
   group = jnp.sum(index[:, None] >= last, axis=1, dtype=runs.dtype)
-  group = jnp.minimum(group, groups - 1)  # for empty tiles
+  group = jnp.minimum(group, groups - 1)  # empty tiles get the last run
   start = (ends - runs)[group] + (index - (last - tiles)[group]) * tile
 
   def kernel(start, end, group, rows, matrices, out):

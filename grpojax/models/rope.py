@@ -40,7 +40,7 @@ def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, "half"]:
   turns = rope.original_length * frequency / (2 * math.pi)
   low = rope.low_freq_factor
   high = rope.high_freq_factor
-  # Share of the unscaled frequency: 0 is divided by `factor`, 1 is unchanged.
+  # Share of the unscaled frequency: 0 means fully scaled, 1 means unchanged.
   share = np.clip((turns - low) / (high - low), 0.0, 1.0)
   return ((1 - share) * slow + share * frequency).astype(np.float32)
 

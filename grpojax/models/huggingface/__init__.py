@@ -124,7 +124,7 @@ def _check_links(directory: pathlib.Path) -> None:
 def read_config(
   path: str | os.PathLike, ignore_keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-  """Reads the config.json at a path or in a directory, less `ignore_keys`."""
+  """Reads a config.json, or that of a directory, without `ignore_keys`."""
   file = pathlib.Path(path)
   if not os.path.isfile(file):
     file = resolve(path) / "config.json"
@@ -280,7 +280,7 @@ def save(
   leaves = layout(hf_config)
   shapes = {name: leaf.shape for name, leaf in leaves.items()}
   if {name: tuple(array.shape) for name, array in flat.items()} != shapes:
-    raise ValueError(f"the parameters do not fit {source}: use their own model")
+    raise ValueError(f"parameters do not fit {source}: use their base model")
   stored = str(np.dtype(dtype or flat[next(iter(leaves))].dtype))
   hf_config |= {"dtype": stored, "torch_dtype": stored}  # names in 5 and 4
   if jax.process_index():

@@ -67,7 +67,7 @@ class Tensor(NamedTuple):
   offset: int  # in bytes
   # Number of heads if rows have GGUF's order for Llama, else 0. In this order,
   # the rows of a head's two halves alternate. For two heads of four rows:
-  #   hf_name  0 1 2 3 | 4 5 6 7
+  #   ours  0 1 2 3 | 4 5 6 7
   #   file  0 2 1 3 | 4 6 5 7
   heads: int = 0
 

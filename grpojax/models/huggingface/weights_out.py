@@ -100,7 +100,7 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   try:
     partial.mkdir()
   except FileExistsError:
-    about = partial.lstat()  # check it: its files will be removed
+    about = partial.lstat()  # check the owner: its files will be removed
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
       text = f"{partial} is a link, a file or owned by another user: remove it"
       raise ValueError(text) from None
