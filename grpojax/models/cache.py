@@ -1,18 +1,18 @@
 """The decode cache: keys and values of completions so far, and of prompts.
 
     row      [B, G, K, S, E]   tokens that pass through the layers
-    slots    [B, G, K, E, C]   keys of earlier tokens; slot i of C holds
-                               completion token i
+    slots    [B, G, K, E, C]   keys of earlier tokens; before `align`, slot
+                               i of C holds completion token i
              [B, G, K, C, E]   and values
     prompt   [B, K, P, E]      once per group
 
-Slots may hold 8-bit integers with scales [B, G, K, C] (`quantization`). The
-layers of a stack (`layer_stacks`) have a leading axis. A decoding step writes
-the new tokens of all layers at its end, in place.
+Slots may hold 8-bit integers with scales [B, G, K, C] (`quantization`). Stacks
+(`layer_stacks`) have a leading axis of layers. A decoding step ends by writing
+the new tokens of all layers in place.
 
 A TPU writes whole rows of 128 lanes. Narrower heads are put side by side, n in
-a row: slots [B, G, K/n, n E, C]. Queries have zeros at the other heads' keys
-(`attention.two_part_attention`).
+a row: slots [B, G, K/n, n E, C]. Queries then have zeros at other heads'
+channels (`attention.two_part_attention`).
 """
 
 import itertools
@@ -49,7 +49,7 @@ class KeysValues(NamedTuple):
 
 
 class Slots(NamedTuple):
-  """Cached keys and values of a layer or a stack; 8-bit ones have scales."""
+  """Cached keys and values of a layer or stack; 8-bit integers have scales."""
 
   keys: Shaped[Array, "*layers B G K E C"]
   values: Shaped[Array, "*layers B G K C E"]
@@ -86,13 +86,13 @@ def create(
   in_8_bits: bool = False,
   platform: str | None = None,
 ) -> Cache:
-  """Returns an empty cache; `layers` counts the layers of each stack."""
+  """Returns an empty cache; `layers` lists the number of layers per stack."""
   block = []
-  together = _heads_together(kv_heads, head_dim) if platform == "tpu" else 1
-  width = head_dim * together
+  per_row = _heads_per_row(kv_heads, head_dim) if platform == "tpu" else 1
+  width = head_dim * per_row
   stored = jnp.int8 if in_8_bits else dtype
   for count in layers:
-    shape = count, batch, group_size, kv_heads // together
+    shape = count, batch, group_size, kv_heads // per_row
     keys = jnp.zeros((*shape, width, capacity), stored)
     values = jnp.zeros((*shape, capacity, width), stored)
     shape = *shape[:3], kv_heads, capacity  # scales per head
@@ -101,8 +101,8 @@ def create(
   return Cache(jnp.zeros((), jnp.int32), (_constrain(tuple(block)),))
 
 
-def _heads_together(kv_heads: int, head_dim: int) -> int:
-  """Returns the number of heads that fill a TPU's lanes on each device."""
+def _heads_per_row(kv_heads: int, head_dim: int) -> int:
+  """Returns the number of heads per row of a TPU's lanes (1: do not share)."""
   count = max(LANES // head_dim, 1)
   mesh = jax.sharding.get_abstract_mesh()
   devices = free_axes(mesh).get("tensor", 1)
@@ -133,10 +133,10 @@ def _map(
 ) -> Block:
   """Maps `function(axis of the slots, *arrays)` over keys, values, scales."""
   return tuple(
-    # Axes of the slots in keys, values and their scales; `map` ends with the
-    # leaves, because only 8-bit caches have scales.
-    Slots(*map(function, (5, 4, 4, 4), *map(jax.tree.leaves, of_stack)))
-    for of_stack in zip(*stacks, strict=True)
+    # Axes of the slots in keys, values and their scales; without scales, `map`
+    # stops after the values.
+    Slots(*map(function, (5, 4, 4, 4), *map(jax.tree.leaves, same_stack)))
+    for same_stack in zip(*stacks, strict=True)
   )
 
 
@@ -148,10 +148,10 @@ def _constrain(block: Block) -> Block:
 
 
 def grow(cache: Cache, slots: int) -> Cache:
-  """Adds room for more tokens.
+  """Adds `slots` slots to each row.
 
-  A single stack gets a new block, so the cache is never held twice. Several
-  stacks are copied, because small blocks cost as much as large ones.
+  A cache of one stack gets a new block, so it is never held twice. A cache of
+  several stacks is copied, because small blocks cost as much as large ones.
   """
   block = cache.blocks[-1]
   if len(block) > 1:
@@ -165,7 +165,7 @@ def grow(cache: Cache, slots: int) -> Cache:
 def map_rows(
   function: Callable[..., Array], cache: Cache, *others: Cache
 ) -> Cache:
-  """Maps a function of arrays [B, G, ...] over the rows of a cache."""
+  """Applies a function of arrays [B, G, ...] to each layer of a cache."""
   mapped = jax.vmap(function)  # layer by layer
   blocks = jax.tree.map(mapped, cache.blocks, *(x.blocks for x in others))
   return Cache(cache.index, tuple(map(_constrain, blocks)))
@@ -174,7 +174,7 @@ def map_rows(
 def map_prompts(
   function: Callable[..., Array], stacks: tuple[PromptKeysValues, ...]
 ) -> tuple[PromptKeysValues, ...]:
-  """Maps a function of a layer's arrays [B, ...] over stacks of layers."""
+  """Applies a function of arrays [B, ...] to each layer of prompts' stacks."""
   mapped = jax.vmap(function)
   names = None, "batch", "kv_heads"
   return jax.tree.map(lambda x: constrain(mapped(x), *names), stacks)
@@ -185,8 +185,8 @@ def align(
 ) -> Cache:
   """Moves the last tokens of all rows to the slots before `index`.
 
-  Rows that waited while other rows were written have unread slots from `ends`
-  on. After the move, `ages` and `slot_positions` hold for all rows:
+  A row that waited while others were written has unread slots from `ends` on.
+  After the move, `ages` and `slot_positions` are valid for all rows:
 
       ends 3, 5   a b c - - .    index 4    - a b c . .
                   d e f g h .               e f g h . d
@@ -204,7 +204,7 @@ def align(
 def _roll_rows(
   x: Shaped[Array, "L B G ..."], shifts: Int[Array, "B G"], axis: int
 ) -> Shaped[Array, "L B G ..."]:
-  """Rolls each row by its own shift, one at a time: XLA would copy all rows."""
+  """Rolls each row by its own shift in a loop, or XLA would copy all rows."""
 
   def roll(x, shifts):
     b, g = shifts.shape
@@ -246,7 +246,7 @@ def split(x: Array, blocks: tuple[Slots, ...]) -> list[Array]:
 
 
 def from_heads(*keys_values: Float[Array, "B G S K E"]) -> KeysValues:
-  """Returns projected keys and values as a row."""
+  """Lays out projected keys and values as rows [B, G, K, S, E]."""
   rows = (x.transpose(0, 1, 3, 2, 4) for x in keys_values)
   return KeysValues(*(constrain(x, "batch", "group", "kv_heads") for x in rows))
 
@@ -260,9 +260,9 @@ def write(
   """Writes the next tokens of all layers into their slots, in place.
 
   `tokens` are keys and values of each stack, [layers, B, G, K, S, E], and
-  `last` the tokens' states after all layers; NaN in `last` writes 0. So the
-  write depends on every read of the cache, and XLA does it last instead of
-  copying the cache (an `optimization_barrier` has no effect there).
+  `last` the tokens' states after all layers; NaN there writes 0. So the write
+  depends on every read of the cache, and XLA writes last instead of copying the
+  cache (an `optimization_barrier` has no effect here).
   """
   *before, block = cache.blocks
   # New tokens go to the last block, whose slots start after all others.
@@ -274,17 +274,17 @@ def write(
     tokens = tuple(Slots(*integers, *scales) for integers, scales in pairs)
 
   def write_one(axis, slots, new):
-    if slots.shape[3] < new.shape[3]:  # scales have an entry per head
+    if slots.shape[3] < new.shape[3]:  # keys and values, not scales
       new = side_by_side(new, new.shape[3] // slots.shape[3])
     if axis == 5:  # keys
       new = new.swapaxes(4, 5)
-    # `real` [B, G, S] gets axes for heads and channels.
-    # It has no axis of layers, so its axis of tokens is `axis` - 1.
+    # Add axes for heads and channels to `real` [B, G, S]. It has no axis of
+    # layers, so its axis of tokens is `axis` - 1.
     expanded = {*range(2, new.ndim - 1)} - {axis - 1}
     mask = jnp.expand_dims(real, tuple(expanded))
     new = jnp.where(mask, new.astype(slots.dtype), 0)
-    # The kernel writes single tokens into keys and values, in whole lanes:
-    # `9 - axis` is the axis of channels, 5 of values and 4 of keys.
+    # The kernel writes a single token into keys or values, in whole lanes:
+    # `9 - axis` is the axis of channels, 5 in values and 4 in keys.
     by_kernel = platform == "tpu" and last.shape[2] == 1 and slots.ndim == 6
     if by_kernel and runs_kernels() and slots.shape[9 - axis] % LANES == 0:
       return _write_row(axis, slots, new, slot)
@@ -298,20 +298,20 @@ def _write_row(
   axis: int, slots: Array, new: Array, slot: Int[Array, ""]
 ) -> Array:
   """Writes a slot of `axis` with the kernel; each device writes its rows."""
-  from grpojax.models import decoding_kernels  # Pallas is long to import
+  from grpojax.models import decoding_kernels  # importing Pallas is slow
 
   write = decoding_kernels.write_row
   # The kernel takes [.., C, channels], the layout of values.
-  rows = lambda x: x.swapaxes(4, 5) if axis == 5 else x
-  slots = rows(slots)
-  new = rows(new)[..., 0, :]
+  as_values = lambda x: x.swapaxes(4, 5) if axis == 5 else x
+  slots = as_values(slots)
+  new = as_values(new)[..., 0, :]
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.empty:
     spec = activation_spec(mesh, slots.shape, _AXES)
     write = jax.shard_map(
       write, in_specs=(spec, spec, P()), out_specs=spec, check_vma=False
     )
-  return rows(write(slots, new, slot))
+  return as_values(write(slots, new, slot))
 
 
 def ages(cache: Cache) -> Int[Array, "C"]:
@@ -322,18 +322,18 @@ def ages(cache: Cache) -> Int[Array, "C"]:
 
 
 def filled(cache: Cache) -> Bool[Array, "C"]:
-  """Returns True for slots with a token, if all rows have equally many."""
+  """Returns True for slots with a token, if all rows are equally long."""
   return jnp.arange(capacity(cache)) < cache.index
 
 
 def slot_positions(
   cache: Cache, positions: Int[Array, "B G S"]
 ) -> Int[Array, "B G C"]:
-  """Returns the positions of cached tokens from those of the next tokens."""
+  """Returns the positions of cached tokens, given those of the next tokens."""
   return positions[..., :1] - 1 - ages(cache)[None, None]
 
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:
-  """Returns rows of prompts (G = 1) as keys and values without the axis G."""
+  """Removes the group axis (G = 1) from keys and values of prompts."""
   prompts = (constrain(x[:, 0], "batch", "kv_heads") for x in tokens)
   return PromptKeysValues(*prompts)
