@@ -215,7 +215,7 @@ def _by_name(
   names: str,
   options: dict[str, Any],
 ) -> Callable[..., Step]:
-  """Returns a function of all values `names` that passes on accepted ones."""
+  """Wraps a function with some of the parameters `names` to accept all."""
   arguments = _accepted(function, dict.fromkeys(names.split()))
   if both := [name for name in arguments if name in options]:
     raise ValueError(

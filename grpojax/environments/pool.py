@@ -62,7 +62,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
   ) -> Submission:
     """Starts calls; ValueError if a call is not JSON.
 
-    With `ends`, calls of the same place share a worker; None: a place per seed.
+    If `ends`, calls of the same place share a worker. Places default to seeds.
     """
     jobs = []
     for i, call in enumerate(calls):
@@ -70,7 +70,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
       content = json.loads(workers_lib.to_line(list(call)))
       plays = 1
       if self.ends and content[0] != "reset":
-        plays += 2 + len(content[1]["actions"])  # a replay's plays
+        plays += 2 + len(content[1]["actions"])  # steps of a replay
       place = content[-1] if places is None else places[i]
       jobs.append(Job(content, 1, self._timeout * plays, place))
     sent = Submission(jobs)

@@ -111,7 +111,7 @@ class Replay:
       close(instance)
     else:
       key = _hash(example, reply.state)
-      close(self.live.pop(key, None))  # older, of the same state
+      close(self.live.pop(key, None))  # replace an older one
       self.live[key] = instance
     return reply
 

@@ -82,12 +82,7 @@ def mistral(text: str) -> list[Call | str]:
   return calls
 
 
-_MADE_UP = {
-  "integer": 1,
-  "number": 1.0,
-  "boolean": True,
-  "array": [],
-}  # else "1"
+_MADE_UP = {"integer": 1, "number": 1.0, "boolean": True, "array": []}
 
 
 def made_up(schema: Mapping[str, Any], tool_format: str) -> str:
@@ -179,7 +174,7 @@ def awaited(value: Any) -> Any:
 def _run(
   call: Call | str, functions: Mapping[str, Callable[..., Any]]
 ) -> str | type:
-  """Returns the text of a tool's result; its type if the text is not stable."""
+  """Returns a tool's result as text; its type if the text differs by process."""
   if isinstance(call, str):
     raise WrongAnswer(call)
   if call.name not in functions:

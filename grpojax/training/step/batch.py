@@ -82,7 +82,7 @@ def plan_packing(
   rewards: Float[np.ndarray, "B G"],
   mesh: jax.sharding.Mesh,
 ) -> Packing | None:
-  """Plans the rows of the completions in an update; None without packing."""
+  """Plans how an update's completions share rows; None without packing."""
   if not settings.optim.packing:
     return None
   needed = in_baseline(settings, rollout, rewards)

@@ -87,7 +87,7 @@ def make_diagnose(
       micro_batches=parts,
       **options,
     )
-    # Padding rows depend on the mesh; the chosen group size must not.
+    # Drop padding rows: they depend on the mesh, and the group size must not.
     projections = projections[:, :count]
     chosen = chosen[:count]
     rollout, rewards = jax.tree.map(lambda x: x[chosen], (rollout, rewards))

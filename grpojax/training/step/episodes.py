@@ -171,7 +171,7 @@ def join_prompt(
     text = last.get("content")
     if not isinstance(text, str):
       raise ValueError(
-        "the reset's text is appended to the text of the prompt's last message, "
+        "the reset's text is appended to that of the prompt's last message, "
         f"which has none: return messages, or change {str(last)[:200]}"
       )
     blank = not text or text[-1].isspace() or observation[0].isspace()
@@ -297,7 +297,7 @@ class _Episodes:
 
   def __post_init__(self):
     rows = distributed.my_rows(len(self.examples))
-    self.prompts = range(len(self.examples))[rows]  # this process's indices
+    self.prompts = range(len(self.examples))[rows]  # indices in this process
     self.states: dict[tuple[int, int], Any] = {}
     self.unended: list[Call] = []  # "end" calls of failed episodes
     # Observations that the model has not read yet.

@@ -6,8 +6,8 @@ A fixed reference is the starting policy, stored with the run. A moving one
 
     mix * policy + (1 - mix) * reference,    mix = model.reference_mix
 
-With mix = 1 it becomes a copy of the policy, with a small mix at every step an
-exponential average. For LoRA both factors of the adapters are mixed.
+With mix = 1 this copies the policy; a small mix at every step is an exponential
+average. For LoRA both factors of the adapters are mixed.
 
 The reference may read other prompts (`model.reference_prompt`), with a hint
 that the policy learns to do without (self-distillation).
@@ -32,7 +32,7 @@ from grpojax.training.policies import Policy
 from grpojax.training.settings.inputs import REFERENCE_MEMORY
 from grpojax.training.settings.run import TrainSettings
 
-_MULTIPLE = 64  # tokens; prompts padded to a multiple need fewer programs
+_MULTIPLE = 64  # prompts are padded to a multiple (tokens), for few programs
 
 
 def check_memory(memory: str, mesh: Mesh) -> None:

@@ -205,7 +205,7 @@ class PendingRewards(NamedTuple):
   prompts: int  # number of prompts in all processes
   texts: Texts  # completions of this process's prompts
   pending: Submission
-  transcripts: list[list[episodes.Transcript]] | None = None  # of `Sampled`
+  transcripts: list[list[episodes.Transcript]] | None = None  # as in `Sampled`
 
 
 def submit_rollout(
@@ -216,7 +216,7 @@ def submit_rollout(
 ) -> PendingRewards:
   """Decodes this process's completions and submits them to the functions.
 
-  The devices run no program for it, since they may be sampling the next part.
+  This runs on the host alone, since the devices may be sampling the next part.
   Rows of the rollout beyond the examples are padding.
   """
   rollout = sampled.rollout.replace(**meshes.fetch(sampled.read))
