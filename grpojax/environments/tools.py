@@ -174,7 +174,7 @@ def awaited(value: Any) -> Any:
 def _run(
   call: Call | str, functions: Mapping[str, Callable[..., Any]]
 ) -> str | type:
-  """Returns a tool's result as text; its type if the text differs by process."""
+  """Returns the text of a tool's result; its type if the text may differ."""
   if isinstance(call, str):
     raise WrongAnswer(call)
   if call.name not in functions:

@@ -171,8 +171,8 @@ def join_prompt(
     text = last.get("content")
     if not isinstance(text, str):
       raise ValueError(
-        "the reset's text is appended to that of the prompt's last message, "
-        f"which has none: return messages, or change {str(last)[:200]}"
+        "the prompt's last message has no text to append the reset's text to: "
+        f"let reset return messages, or change {str(last)[:200]}"
       )
     blank = not text or text[-1].isspace() or observation[0].isspace()
     text += observation if blank else f"\n\n{observation}"
