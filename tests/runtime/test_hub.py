@@ -111,7 +111,7 @@ def test_errors_name_a_remedy(served, monkeypatch):
   monkeypatch.setenv("HF_TOKEN", TOKEN)
   refused("no such path here, and the Hub.*hf auth", name=hub.Name("runs/x"))
   refused("no revision 'v9'", name=hub.Name(ID, "v9"))
-  refused("is no name of the Hub", name=hub.Name("../x"))
+  refused("is not a name on the Hub", name=hub.Name("../x"))
   served.gated.add(ID)
   refused("is gated: accept its terms at https://huggingface.co/org/tiny-1.5B")
   served.gated.clear()

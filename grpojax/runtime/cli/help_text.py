@@ -1,4 +1,4 @@
-"""Texts made of declared settings: --help and docs/settings.md."""
+"""Generates --help and docs/settings.md from the declared settings."""
 
 import shutil
 import textwrap
@@ -15,11 +15,11 @@ from grpojax.runtime.cli.configs import flatten
 
 Row = tuple[str, Any, Option]  # name, value and declaration of a setting
 
-_MARGIN = 36  # columns of a name, to the left of its description
+_MARGIN = 36  # width of the names, left of the descriptions
 
 
 def _by_section(declared, config) -> dict[str, list[Row]]:
-  """Returns rows by section; a free section belongs to its parent section."""
+  """Returns rows by section; keys of a free section go to its parent."""
   known = dict(lib.flat_settings(declared))
   below = lib.sections(declared)
   free = lib.free_sections(declared)
@@ -43,7 +43,7 @@ def _columns() -> int:
 
 
 def _entry(name: str, text: str) -> list[str]:
-  """Returns a name with its description, which goes below a long name."""
+  """Formats a name and a description in two columns, or two lines if long."""
   margin = min(_MARGIN, _columns() // 3)
   lines = textwrap.wrap(text, _columns() - margin, break_on_hyphens=False)
   lines = [" " * margin + line for line in lines]
@@ -71,25 +71,25 @@ def help_text(
   declared: lib.Section,
   config: ConfigDict,
 ) -> str:
-  """Returns the text of --help, with the values of the config.
+  """Returns the text of --help, with the config's values as defaults.
 
-  The most changed settings come first, then all settings by section.
+  Settings that most people change come first, then all settings by section.
   """
   by_section = _by_section(declared, config)
   by_name = {row[0]: row for rows in by_section.values() for row in rows}
   lines = about.strip().splitlines()
   if by_name:
     lines += _heading(
-      "The values below are the defaults, or those of --config=FILE.py if you "
-      'give one; "config." may be left out.'
+      "The values below are the defaults, or come from --config=FILE.py if you "
+      'add it. The prefix "config." may be left out.'
     )
   lines += _heading("The program's own flags")
   lines += _entries(((k, flag.default, flag) for k, flag in flags.items()), "")
   if by_name:
     lines += _entry(
       "--config=FILE.py",
-      "Python with get_config(); FILE.py:TEXT for get_config(TEXT); or the "
-      f"name of a packaged config: {', '.join(packaged())}",
+      "Python file with get_config() (FILE.py:TEXT: get_config(TEXT)), or a "
+      f"packaged config: {', '.join(packaged())}",
     )
   if declared.first:
     lines += _heading("The settings that most people change")
@@ -122,9 +122,9 @@ def _table(rows: Iterable[tuple[str, Option]]) -> list[str]:
 
 
 def _tables(declared: lib.Section, known: dict[str, lib.Section]) -> list[str]:
-  """Returns the tables of all sections.
+  """Returns a Markdown table per section.
 
-  A section with the settings of a program in `known` lists only the changes.
+  A section that repeats a program in `known` lists only what differs there.
   """
   lines = []
   whole = lib.sections(declared)
@@ -155,8 +155,8 @@ def _tables(declared: lib.Section, known: dict[str, lib.Section]) -> list[str]:
 def page(programs: Mapping[str, ModuleType]) -> str:
   """Returns docs/settings.md.
 
-  `programs` maps commands to modules with FLAGS and SETTINGS (None without a
-  config). Programs with the same settings share their tables.
+  `programs` maps a command to its module, with FLAGS and SETTINGS (None if it
+  takes no config). Programs with the same settings share their tables.
   """
   lines = [_HEAD]
   shared = {}
