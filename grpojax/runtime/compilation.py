@@ -14,7 +14,7 @@ import jax
 
 from grpojax.runtime.files import disk
 
-LONG = ("sample", "diagnose", "update", "step")  # to announce
+LONG = ("sample", "diagnose", "update", "step")  # announced programs
 MOST_BYTES = 4 * 2**30  # limit of the cache when a program starts
 
 _listeners: list[Callable[[str], None]] = []

@@ -32,16 +32,16 @@ _ADVICE = (
 )
 _METADATA = "_CHECKPOINT_METADATA"
 _POLL = 1.0  # seconds between two checks for a failed save
-_logged_errors: list[BaseException] = []  # Orbax's, in the save in flight
+_logged_errors: list[BaseException] = []  # by Orbax, about the save in flight
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-  """Returns False for Orbax's warnings, and for errors that it also raises.
+  """Returns False to hide Orbax's warnings, and errors that it also raises.
 
   Records these errors in `_logged_errors`: if one of several processes cannot
   save its part, Orbax raises the error up to 20 minutes later.
   """
-  if record.name == "asyncio":  # from tasks of a load that failed before
+  if record.name == "asyncio":  # from tasks that a failed load left
     return not re.search("orbax|tensorstore", record.getMessage())
   if "orbax/checkpoint" not in record.pathname:
     return True
@@ -76,7 +76,7 @@ def complete(folder: str | os.PathLike) -> list[int]:
 
 
 def _check_metadata(folder: epath.Path) -> None:
-  """Raises ValueError if Orbax cannot list steps, for damaged metadata."""
+  """Raises ValueError if damaged metadata would make Orbax fail."""
   for step in complete(folder):
     path = folder / str(step)
     try:
@@ -119,7 +119,7 @@ class Checkpointer:
 def open_checkpointer(
   directory: str | os.PathLike, keep: int = 2, readonly: bool = False
 ) -> Iterator[Checkpointer]:
-  """Opens a directory that has a directory STEP/ per checkpoint.
+  """Opens a directory with a subdirectory STEP/ for each checkpoint.
 
   Keeps the newest `keep`. Leaving the context waits for the save in flight
   (Ctrl-C then ends the process at once), and raises disk.WriteFailed if it
@@ -227,7 +227,7 @@ def check(checkpointer: Checkpointer, timeout: float = 0.0) -> bool:
       checkpointer.in_flight.result(timeout)
     except TimeoutError:
       if time.monotonic() - began < timeout / 2:
-        raise  # the save failed by a timeout of Orbax
+        raise  # Orbax's own timeout, so the save failed
       return False
   checkpointer.in_flight = None
   return True

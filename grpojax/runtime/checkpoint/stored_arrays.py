@@ -79,7 +79,7 @@ def checksums(tree: PyTree) -> dict[str, str]:
 
 
 def reason(error: BaseException) -> str:
-  """Describes the first exception of a chain."""
+  """Describes the original exception of a chain."""
   while error.__cause__ or error.__context__:
     error = error.__cause__ or error.__context__
   text = str(error).split(" [")[0]  # TensorStore appends all its settings
@@ -109,7 +109,7 @@ def without_keys(tree: PyTree) -> PyTree:
 
 
 def _with_keys(stored: PyTree, like: PyTree) -> PyTree:
-  """Restores the random keys of a stored tree; `like` has their types."""
+  """Restores the random keys in a stored tree, with the types in `like`."""
 
   def with_key(old, new):
     if not _is_key(old):
@@ -196,7 +196,7 @@ def load(
 
   Leaves of `like` are arrays or `jax.ShapeDtypeStruct`s. The pending rollout of
   a `TrainState` gets the saved size, and the sharding of `step`. Errors about
-  damage end with `advice`. With `partial`, loads only the keys of a dict.
+  damage end with `advice`. `partial` loads only the keys of the dict `like`.
   """
   is_state = dataclasses.is_dataclass(like)
   with _damage(path, advice):
@@ -221,8 +221,7 @@ def load(
     saved = {n: kind for n, kind in saved.items() if n.split("/")[0] in like}
   elif is_state:  # the checkpoint may lack newer fields without arrays
     request = {name: getattr(abstract, name) for name in stored}
-  # Checked before the load, because a load that fails leaves threads.
-  _check_fits(saved, _kinds(abstract), path)
+  _check_fits(saved, _kinds(abstract), path)  # a failed load leaves threads
   with _damage(path, advice):
     loaded = ocp.load(path, request)
     if partial:

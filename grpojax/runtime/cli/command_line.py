@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.options import Option, refusal
 from grpojax.runtime.cli import help_text
-from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli import settings
 from grpojax.runtime.cli.config_file import load_file
 from grpojax.runtime.cli.configs import flatten, nearest
 from grpojax.runtime.terminal.screen import printable
@@ -50,7 +50,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def _typed(text: str, default: Any) -> Any:
-  """Converts a flag's text to the default's type; raises various errors."""
+  """Converts a flag's text to the type of its default."""
   if isinstance(default, str):
     return text
   if isinstance(default, bool):
@@ -123,23 +123,23 @@ def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 class _Names:
-  """Valid names of a command line: a program's flags, and config.SETTING."""
+  """Names that a command line may use: a program's flags, config.SETTING."""
 
   def __init__(self, flags, declared, config):
-    whole = settings_lib.Section("", {"config": declared})
-    known = dict(settings_lib.flat_settings(whole))
+    whole = settings.Section("", {"config": declared})
+    known = dict(settings.flat_settings(whole))
     self.flags = {}
     for name, value in flatten(config).items():
       name = f"{CONFIG}{name}"
       option = known.get(name, Option(value, ""))  # only in a config file
       self.flags[name] = dataclasses.replace(option, default=value)
     self.flags |= flags
-    self.sections = settings_lib.sections(whole)
-    self._free = settings_lib.free_sections(whole)
+    self.sections = settings.sections(whole)
+    self._free = settings.free_sections(whole)
 
   def exists(self, name: str) -> bool:
     """Returns True for a flag, a setting or a key of a free section."""
-    return name in self.flags or settings_lib.is_free(name, self._free)
+    return name in self.flags or settings.is_free(name, self._free)
 
   def full(self, name: str) -> str:
     """Returns a name, with "config." if that was left out."""
@@ -192,8 +192,8 @@ def _unread(name: str, flags: Mapping, reads: Sequence[str]) -> ValueError:
   """Returns the error for a setting that the program does not read."""
   parts = reversed(name.split("."))
   hint = next((f"; did you mean --{x}?" for x in parts if x in flags), "")
-  settings = ", ".join(f"{x}*" if x[-1:] == "." else x for x in reads)
-  problem = f"this program reads only its own flags and settings {settings}"
+  names = ", ".join(f"{x}*" if x[-1:] == "." else x for x in reads)
+  problem = f"this program reads only its own flags and settings {names}"
   return ValueError(f"--{name}: {problem}{hint}")
 
 
@@ -215,7 +215,7 @@ def _set(config: ConfigDict, name: str, value: Any) -> None:
 def parse(
   argv: Sequence[str],
   flags: Mapping[str, Option],
-  declared: settings_lib.Section | None = None,  # None if it has no config
+  declared: settings.Section | None = None,  # of the config, if any
   about: str = "",
   default: Callable[[], ConfigDict] | None = None,  # makes the default config
   positional: str = "",  # flag of unnamed arguments: RUN for --model=RUN
@@ -234,8 +234,8 @@ def parse(
   file = expand_home(file)
   if file and declared is None:
     raise ValueError(f"--config={file}: this program reads no config file")
-  declared = declared or settings_lib.Section("", {})
-  default = default or (lambda: settings_lib.to_config(declared))
+  declared = declared or settings.Section("", {})
+  default = default or (lambda: settings.to_config(declared))
   config = load_file(file, default) if file else default()
   config = config.copy_and_resolve_references()
   if len(words) < len(argv):

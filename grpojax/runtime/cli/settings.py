@@ -43,7 +43,7 @@ def free_section(text: str) -> Section:
 
 
 def inline(options: Any) -> Any:
-  """Declares a nested dataclass without a section of its own."""
+  """Declares a nested dataclass whose settings join the outer section."""
   return dataclasses.field(default=options, metadata={"inline": True})
 
 
@@ -95,7 +95,7 @@ def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
     except ValueError as error:
       errors += str(error).split("\n  ")
   try:
-    options = dataclasses.replace(options, **values)  # of the valid sections
+    options = dataclasses.replace(options, **values)  # without invalid sections
   except ValueError as error:
     errors += [f"{prefix}{line}" for line in str(error).split("\n  ")]
   refuse(errors)
@@ -210,7 +210,7 @@ def value_text(value: Any) -> str:
 
 
 def described(declared: Option) -> str:
-  """Returns a setting's text with its choices, its bounds and its words."""
+  """Returns a setting's text with its choices, bounds and special words."""
   parts = [declared.text]
   if declared.choices:
     parts.append(f"one of {', '.join(declared.choices)}")

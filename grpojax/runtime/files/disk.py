@@ -54,7 +54,7 @@ def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
 
 
 def check_no_url(path: str | os.PathLike, flag: str) -> None:
-  """Raises ValueError for a URL, which is the value of `flag` ("--out")."""
+  """Raises ValueError if the value of a flag, such as "--out", is a URL."""
   if re.match(r"[A-Za-z0-9]+:/", str(path)):  # pathlib drops the second /
     raise ValueError(
       f"{flag}={path} is not a path of this file system: give one (only models "
@@ -117,7 +117,7 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   try:
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
       for name in path.relative_to(parent).parts:
-        # The suffix is as long as that of temporary files.
+        # Names must leave room for the suffix of a temporary file.
         pathlib.Path(probe, f"{name}.partial").mkdir()
       pathlib.Path(probe, "file").write_bytes(b"0")
   except OSError as error:

@@ -75,7 +75,7 @@ def fetch(name: Name, files: Sequence, kind: str = "model") -> pathlib.Path:
   import huggingface_hub
   from huggingface_hub.utils import logging
 
-  if parse(name.id) is None:  # keeps it out of URLs and paths
+  if parse(name.id) is None:  # must not get into URLs and paths
     raise ValueError(f"{name.id!r} is not a name on the Hub: give ORG/NAME")
   logging.set_verbosity_error()  # warnings would show signed addresses
   try:
@@ -91,7 +91,7 @@ def fetch(name: Name, files: Sequence, kind: str = "model") -> pathlib.Path:
   except (ValueError, interrupts.Left):
     raise
   except Exception as error:
-    raise ValueError(_in_words(error, name, kind)) from error
+    raise ValueError(_describe_error(error, name, kind)) from error
   return pathlib.Path(directory)
 
 
@@ -130,7 +130,7 @@ def _bar(name: Name, signals: Sequence[int]) -> type:
   return Bar
 
 
-def _in_words(error: Exception, name: Name, kind: str) -> str:
+def _describe_error(error: Exception, name: Name, kind: str) -> str:
   """Describes an error without its message, which may have a signed URL."""
   from huggingface_hub import constants, errors
 

@@ -22,8 +22,7 @@ def load(path: str) -> ModuleType:
   """Imports a file; returns the same module again if its text is the same.
 
   OSError if there is no file; ImportError if another module has its name, or
-  the name of a file next to it that it imports. After an error, the file may be
-  loaded again.
+  the name of a file next to it that it imports. Can be retried after an error.
   """
   file = pathlib.Path(path).resolve()
   if not file.exists():
@@ -39,7 +38,7 @@ def load(path: str) -> ModuleType:
     else:
       module = sys.modules.get(name) or _execute(name, file, text)
   if pathlib.Path(module.__file__ or "").resolve() != file:
-    raise ImportError(f"rename {file}: {module.__file__} is {name} already")
+    raise ImportError(f"rename {file}: {module.__file__} is imported as {name}")
   _check_neighbours(module, root)
   return module
 

@@ -1,8 +1,8 @@
 """Training on several processes: how they join, agree and end together.
 
 Every process runs the same program on one global mesh (jax.distributed), and
-repeats cheap work: prompts, settings, packing. `rows_of` splits texts and
-their rewards. Only process 0 writes the run directory (`on_main`),
+repeats cheap work: prompts, settings, packing. `rows_of` splits the decoding of
+texts and their rewards. Only process 0 writes the run directory (`on_main`),
 except for checkpoints, which Orbax writes from all processes.
 
 If one process raised an error alone, the others would wait for it in their next
@@ -168,7 +168,7 @@ def _find_coordinator(coordinator, process, problems) -> None:
 def _patience() -> Iterator[list[str]]:
   """Reports a long wait for other processes; ends it after `PATIENCE` seconds.
 
-  JAX itself would wait silently and abort. Yields a list for the reason.
+  JAX itself would wait silently and abort. Yields a list to put the reason in.
   """
   problems: list[str] = []
   success = threading.Event()

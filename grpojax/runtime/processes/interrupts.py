@@ -42,7 +42,7 @@ class _Output(io.FileIO):
       os.dup2(devnull, self.fileno())
       os.close(devnull)
       if self.fileno() == 1:
-        reason = f"cannot be written ({error.strerror}): continuing without"
+        reason = f"cannot be written ({error.strerror}): continuing without it"
         print(f"the standard output {reason}", file=sys.stderr)
       return memoryview(data).nbytes
 
@@ -99,8 +99,7 @@ def _show_error(kind: type, error: BaseException, traceback: Any) -> None:
 
 
 def _show_ignored(ignored: Any) -> None:
-  """Reports exceptions that Python ignores, except after a failed load."""
-  # TensorStore's threads and Orbax's tasks outlive a failed load.
+  """Reports ignored exceptions, except those of tasks of a failed load."""
   text = f"{ignored.object} {ignored.exc_value}"
   if "Event loop is closed" not in text and "_read_array" not in text:
     sys.__unraisablehook__(ignored)
@@ -144,7 +143,7 @@ def exit_program() -> NoReturn:
 
 
 def _after_fork() -> None:
-  """Restores SIGTERM's default in a fork (of `multiprocessing.Pool`)."""
+  """Restores the default action of SIGTERM in a forked process."""
   if getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
   _mask(signal.SIG_UNBLOCK)
@@ -225,8 +224,8 @@ def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
   """Yields `requested(together=False)`, which tells if SIGTERM has arrived.
 
   Several processes must save the same step: they call it with `together` at the
-  same points, and JAX chooses a point that no process has reached yet. Without
-  `together` it returns False for them.
+  same points, and JAX chooses a point that no process has reached yet. If there
+  are several processes, calls without `together` return False.
   """
   if several:
     from jax.experimental import multihost_utils

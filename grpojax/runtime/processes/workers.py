@@ -2,8 +2,8 @@
 
 Workers are new programs, never forks, and load no JAX. A thread per worker
 sends the jobs. Without workers `WorkerPool.results` does the jobs in this
-process, where an alarm interrupts slow jobs; crashes and C code that hangs can
-only be survived with workers.
+process, where an alarm interrupts slow jobs. Only workers protect it from
+crashes and from C code that hangs.
 
 A worker reads lines `ID SECONDS JSON`, which cannot run code. The first line
 prepares it; every other line is a job, answered by lines [ID, OUTCOME]. The ID
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from grpojax.runtime.processes import user_calls
 
-_POLL = 0.5  # seconds between calls of `check_signals`, at most doubled
+_POLL = 0.5  # seconds between calls of `check_signals`, at most twice that
 _START = 120.0  # seconds for a worker to load its functions
 _STOP = 0.1  # seconds between checks whether to stop
 _CLOSING = 5.0  # seconds for an idle worker to close its resources

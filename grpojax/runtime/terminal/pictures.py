@@ -88,7 +88,7 @@ def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
   if key == "optimal_group_size":
     # Intervals of the best group size, and the run's group size.
     sizes = [row["group_size"] for row in rows]
-    axes.plot(steps, sizes, "--", label="of this run")
+    axes.plot(steps, sizes, "--", label="group size of this run")
     axes.legend(fontsize=8)
     top = max([4 * max(sizes), *(2 * row[key] for row in rows if row[key])])
     low = [row.get(f"{key}_low") for row in rows]

@@ -134,7 +134,7 @@ def open_all(
 ) -> tuple[dict[str, Tracker], dict[str, str]]:
   """Opens a run in all trackers; returns open trackers and run ids by name.
 
-  `ids` are the run ids to resume, by name. If a tracker fails, closes the
+  `ids` are the ids of a resumed run, by tracker. If a tracker fails, closes the
   others and raises ValueError.
   """
   opened: dict[str, Tracker] = {}

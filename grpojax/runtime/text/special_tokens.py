@@ -112,8 +112,7 @@ def encode(
     if type(error).__name__ != "PanicException":  # from Rust, no Exception
       raise
     raise ValueError(
-      f"the model's tokenizer cannot read a text ({error}); remove "
-      f"{marked[:80]!r}"
+      f"the tokenizer cannot read a text ({error}): remove {marked[:80]!r}"
     ) from error
   size = getattr(tokenizer, "embeddings", math.inf)
   if ids and max(ids) >= size:

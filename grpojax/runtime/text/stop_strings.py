@@ -26,7 +26,7 @@ def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
       rows, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
 
-  # Some tokenizers omit the space of a text's first token: decode pairs.
+  # Some tokenizers omit the first token's space, so pairs are decoded.
   alone = ((i, decode([[i]])[0]) for i in range(count))
   first, before = next(x for x in alone if x[1] and "\ufffd" not in x[1])
   pieces = tokenizer.convert_ids_to_tokens([*range(count)])
@@ -47,8 +47,7 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   """Builds Aho and Corasick's (1975) automaton of stop strings for tokens.
 
   Its states are the strings' prefixes, in bytes; a token's bytes lead from one
-  state to another. ValueError if no tokens write a string, or the table is too
-  large.
+  to the next. ValueError if no tokens write a string or the table is too large.
   """
   # A string that contains another string is never completed first.
   ends = {x.encode() for x in strings}
@@ -99,7 +98,8 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
       raise ValueError(
         f"have {end.decode()!r}, which no tokens of the model write: remove it"
       )
-    elif numbers[end] not in reached:  # raise, or another ends first
+    elif numbers[end] not in reached:
+      # Raises, unless another string always ends earlier.
       build(tokenizer, [end.decode()], count)
   # All completed strings become one last state, which needs no row.
   columns = np.minimum(columns[: len(begins)], len(begins))

@@ -80,7 +80,7 @@ def load(path: str | os.PathLike) -> Any:
   if type(size) is int:
     _check_size(path, tokenizer, size)
     tokenizer.embeddings = size  # for `special_tokens.encode`
-  if ASSETS not in path.absolute().parents:  # no bundled model
+  if ASSETS not in path.absolute().parents:  # not a bundled model
     file = path / "tokenizer.json"
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     changed = file.stat().st_mtime_ns if file.is_file() else 0
@@ -279,7 +279,7 @@ def decode_completion(
     return text
   # The text ends at the first stop string, which may start within a token.
   begins = [i for x in stop.strings if (i := text.find(x)) >= 0]
-  # None in the text: decoding may change invalid bytes or a first space.
+  # Decoding may change a stop string: its invalid bytes or a first space.
   return text[: min(begins)] if begins else decode(tokens[:before])
 
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpojax.runtime.text import special_tokens as special_tokens_lib
+from grpojax.runtime.text import special_tokens
 from grpojax.runtime.text.chat_template import DATE, set_messages
 from grpojax.runtime.text.tokenization import (
   TEMPLATE,
@@ -41,7 +41,7 @@ _THINKING = re.compile(  # spaces and tags such as <think> at a text's end
 def _with_contents(observation, texts):
   if isinstance(observation, str):
     return texts[0]
-  pairs = zip(observation, texts, strict=False)  # or the first messages
+  pairs = zip(observation, texts, strict=False)  # drops messages without text
   return [{**message, "content": text} for message, text in pairs]
 
 
@@ -59,7 +59,7 @@ class TurnEncoder:
   template: str = "\n{observation}\n"
   template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   special_tokens: str = "text"
-  max_observation: int = 0  # most tokens in an observation's texts; 0: any
+  max_observation: int = 0  # limit of an observation's tokens; 0: none
   # Kinds of observations that `check` has accepted.
   checked: set[tuple] = dataclasses.field(default_factory=set, init=False)
 
@@ -83,10 +83,10 @@ class TurnEncoder:
     self.check(observation)
     plain = lambda text: text.encode("utf-8", "replace").decode()
     observation = self._cut(each_text(plain, observation))
-    write = special_tokens_lib.SPECIAL_TOKENS[self.special_tokens]
+    write = special_tokens.SPECIAL_TOKENS[self.special_tokens]
     marked = each_text(functools.partial(write, self.tokenizer), observation)
     text, tail = self._pieces(observation)[-1], self._pieces(marked)[-1]
-    if special_tokens_lib.unmark(self.tokenizer, tail) != text:
+    if special_tokens.unmark(self.tokenizer, tail) != text:
       raise ValueError(
         "the chat template does not treat the name of a special token as plain "
         f"text: leave it out of the observation {text[:200]!r}, or set "
@@ -97,10 +97,9 @@ class TurnEncoder:
     return ids[1:] if closes and ids[0] == last_id else ids
 
   def check(self, observation: Observation) -> None:
-    """Raises ValueError if the chat template cannot append such messages.
+    """Raises ValueError if an observation of this kind cannot follow a turn.
 
-    Tests the roles and keys of an observation but not its contents, so a run
-    can check before it starts.
+    Tests roles and keys but no contents, so that a run can check at its start.
     """
     is_text = isinstance(observation, str)
     chat = self.tokenizer.chat_template
@@ -120,7 +119,7 @@ class TurnEncoder:
     probe = _with_contents(observation, words)
     tail = self._pieces(probe)[-1]
     trouble = ""
-    # A chat with two tool results may need calls before them: use one turn.
+    # A tool's result may need a call before it, so messages get one turn.
     for user, answers in zip(_USERS, (_ANSWERS[1:], _ANSWERS), strict=True):
       answers = answers if is_text else answers[:1]
       whole = self._pieces(probe, user, answers)
@@ -130,15 +129,15 @@ class TurnEncoder:
           trouble = f"writes {text!r} in place of {turn!r} in another chat:"
     # A turn may end in plain text, which then follows the sampled EOS.
     opening = tail.partition(words[0])[0]
-    ends = special_tokens_lib.marks(self.tokenizer).pattern.search(opening)
+    ends = special_tokens.marks(self.tokenizer).pattern.search(opening)
     ends = ends or {*self._encode(opening)} & {*self.eos_ids}
     if ends and self._encode(tail)[0] not in self.eos_ids:
       trouble = (
-        f"starts {opening!r} after an answer with none of the EOS ids "
+        f"must start {opening!r} after an answer with one of the EOS ids "
         f"{self.eos_ids}: complete eos_token_id in generation_config.json, or"
       )
     if any(tail.count(word) != 1 for word in words):
-      trouble = f"must write an observation once, as it is, not {tail!r}:"
+      trouble = f"must write an observation once, as it is, unlike {tail!r}:"
     if trouble:
       raise ValueError(
         f"the model's chat template {trouble} use one that appends to a chat"
@@ -163,7 +162,7 @@ class TurnEncoder:
 
   def _encode(self, tail):
     """Returns the ids of a text that follows an end token."""
-    encode = functools.partial(special_tokens_lib.encode, self.tokenizer)
+    encode = functools.partial(special_tokens.encode, self.tokenizer)
     ids = encode((self.tokenizer.eos_token or "") + tail)
     return ids[1:] if ids[:1] == [self.tokenizer.eos_token_id] else encode(tail)
 
