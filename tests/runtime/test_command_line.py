@@ -208,7 +208,7 @@ def test_a_word_without_a_name():
   for argv in (("runs/x", "--out=y"), ("--out", "y", "runs/x")):
     assert values(*argv).to_dict() == {"model": "runs/x", "out": "y"}
   for argv in (("a", "b"), ("a", "--model=b"), ("--model", "b", "a")):
-    with pytest.raises(ValueError, match="unexpected .*--model is given alre"):
+    with pytest.raises(ValueError, match="unexpected .*--model is set already"):
       values(*argv)
 
 

@@ -116,7 +116,7 @@ def test_errors_name_a_remedy(served, monkeypatch):
   refused("is gated: accept its terms at https://huggingface.co/org/tiny-1.5B")
   served.gated.clear()
   served.tokens[ID] = "another"
-  refused("if it is private, give its token by `hf auth login` or HF_TOKEN")
+  refused("if it is private, give its token with `hf auth login` or HF_TOKEN")
   served.tokens[ID] = TOKEN
   assert hub.commit(NAME) == COMMIT and TOKEN in served.seen
   shutil.rmtree(constants.HF_HUB_CACHE)

@@ -22,8 +22,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from grpojax.core.options import Option, refusal
-from grpojax.runtime.cli import help_text
-from grpojax.runtime.cli import settings
+from grpojax.runtime.cli import help_text, settings
 from grpojax.runtime.cli.config_file import load_file
 from grpojax.runtime.cli.configs import flatten, nearest
 from grpojax.runtime.terminal.screen import printable

@@ -57,8 +57,8 @@ def check_no_url(path: str | os.PathLike, flag: str) -> None:
   """Raises ValueError if the value of a flag, such as "--out", is a URL."""
   if re.match(r"[A-Za-z0-9]+:/", str(path)):  # pathlib drops the second /
     raise ValueError(
-      f"{flag}={path} is not a path of this file system: give one (only models "
-      "and --run_dir of train may be on gs://)"
+      f"{flag}={path} is not a path of the file system: give one (only models "
+      "and train's --run_dir may be on gs://)"
     )
 
 

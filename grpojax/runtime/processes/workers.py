@@ -50,7 +50,7 @@ def to_line(message: Any) -> bytes:
   try:
     return json.dumps(message, default=to_plain).encode() + b"\n"
   except (TypeError, ValueError) as error:
-    wrong = f"workers only receive JSON (or use 0 workers): {error}"
+    wrong = f"workers receive only JSON (or use 0 workers): {error}"
     raise ValueError(wrong) from error
 
 
