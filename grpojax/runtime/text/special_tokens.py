@@ -81,7 +81,7 @@ def mark(tokenizer: Any, text: str) -> str:
   return marked
 
 
-# Values of data.special_tokens: how to read control tokens in prompts, data.
+# How control tokens in prompts and data are read, by data.special_tokens.
 SPECIAL_TOKENS: dict[str, Callable[[Any, str], str]] = {
   "text": mark,
   "control": lambda tokenizer, text: text,
