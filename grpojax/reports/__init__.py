@@ -1,1 +1,1 @@
-"""A run as one page of HTML: pure functions of its rows, and the page."""
+"""Reports of runs, each an HTML page: pure functions of rows, and the page."""
