@@ -148,7 +148,7 @@ def load(
   chosen = rows.chosen(keyed, reader, split, test, size)
   numbers = np.fromiter((i for i, _ in chosen), np.int64)
   if not len(numbers):
-    raise ValueError(f"no {split!r} example in {label}: set data.options.test")
+    raise ValueError(f"no {split!r} row in {label}: check data.options.test")
 
   def read(index: int) -> rows.Row:
     (row,) = parquet.plain_rows(table[int(numbers[index])])

@@ -123,8 +123,7 @@ def row(
   """Returns an example's `(padded ids, length, target arrays, example)`."""
   text, ids = encode(example["prompt"])
   if not len(ids):
-    prompt = example["prompt"]
-    raise ValueError(f"a prompt without tokens, {prompt!r}: remove it")
+    raise ValueError(f"a prompt without tokens: remove {example['prompt']!r}")
   if len(ids) > max_prompt_length:
     raise ValueError(
       f"a prompt has {len(ids)} tokens, more than max_prompt_length ="

@@ -244,9 +244,7 @@ def load(
     parts.append(keep(file, examples, read))
   if not any(map(len, parts)):
     names = files[0] if len(files) == 1 else f"{len(files)} files of data.path"
-    raise ValueError(
-      f"no {split!r} example in {names}: add one, or change data.options.test"
-    )
+    raise ValueError(f"no {split!r} row in {names}: check data.options.test")
   sizes = [*map(len, parts)]
   return examples_lib.concatenate(sizes, lambda i, j: parts[i][j])
 

@@ -23,9 +23,7 @@ def solution(example: dict[str, Any]) -> str:
   for name in ("solution", "answer"):
     if name in example:
       return str(example[name])
-  raise ValueError(
-    f"an example has no solution and no answer: add one ({str(example)[:80]})"
-  )
+  raise ValueError(f"an example has no solution or answer: {str(example)[:80]}")
 
 
 def strings(examples: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -140,7 +140,7 @@ def follow(
 ) -> Callable[..., Any]:
   """Binds options to a function and wraps it in `Trl` or `Verl` if needed.
 
-  ValueError if it fits no or two conventions, lacks an option, or is async.
+  ValueError if it fits no or two conventions, has no such option, or is async.
   """
   refuse_asynchronous(f"reward {name!r}", function, "rewards")
   bound = functools.partial(function, **options) if options else function
@@ -250,7 +250,7 @@ def check_columns(
 
 
 def wants(reward: Callable[..., Any], name: str) -> bool:
-  """Returns True if a function takes the costly argument `name`, like IDS."""
+  """Returns True if a function takes the costly argument `name` (IDS, STATE)."""
   return isinstance(reward, Trl) and (
     reward.takes is None or name in reward.takes
   )

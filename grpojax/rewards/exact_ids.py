@@ -27,7 +27,7 @@ def exact_answer_ids(
   `reward(rollout, targets)` returns 1.0 or 0.0, [B, G].
 
   Tokens must be single characters, so that "####" in the text is "####" in the
-  ids. Longer tokens may be whitespace, or have no digit, "#" or whitespace.
+  ids. Longer tokens may be whitespace, or free of digits, "#" and whitespace.
   ValueError for other tokenizers; `target` raises it for answers that are too
   long or ambiguous.
   """

@@ -18,7 +18,7 @@ def format(
   Takes linear time. ValueError for no tags or a repeated tag.
   """
   if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
-    raise ValueError(f"tags = {tags!r}: list at least one, each once")
+    raise ValueError(f"tags = {tags!r}: list at least one tag, each once")
   text = completion
   if prompt.rstrip().endswith(f"<{tags[0]}>"):
     text = f"<{tags[0]}>{completion}"

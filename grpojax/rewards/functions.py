@@ -74,7 +74,7 @@ def workers_for(names: Sequence[str], workers: int) -> int:
 
 
 def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
-  """Loads an object ("package.module:NAME", "file.py:NAME") or a "file.py".
+  """Loads the object "package.module:NAME" or "file.py:NAME", or a "file.py".
 
   `built_in` maps short names to paths. ValueErrors begin with `subject`.
   """

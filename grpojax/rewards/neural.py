@@ -62,8 +62,8 @@ def make_reward_model(
   A sample is a whole text, or a chat whose last message is the completion;
   `encode` turns it into ids. Sequences are padded to one of the ascending
   `lengths`, each compiled at first use; longer sequences lose their beginning.
-  ValueError for a sample without tokens. `sharding` is for ids and mask
-  [batch_size, length]: its number of devices along the rows divides them.
+  ValueError for a sample without tokens. `sharding` places ids and mask
+  [batch_size, length]; its devices along the rows must divide `batch_size`.
   """
   run = jax.jit(
     lambda params, ids, mask: lm.unembed(
@@ -74,7 +74,7 @@ def make_reward_model(
   def reward_model(samples: Sequence[str | Chat]) -> np.ndarray:
     rows = [encode(sample)[-lengths[-1] :] for sample in samples]
     if not all(rows):
-      raise ValueError("a sample has no tokens: the reward model needs some")
+      raise ValueError("a text for the reward model has no tokens")
     result = np.zeros(len(rows), np.float32)
     pending = []
     for indices, *arrays in _batches(rows, lengths, batch_size):

@@ -1,9 +1,8 @@
 """Gradient error for any unbiased advantage that uses a single group.
 
-Given the prompt, G MSE(G) = c2 + c3 / (G - 1), so that the errors of whole and
-half groups determine c2 and c3. This is exact for leave-one-out, and correct to
-order 1 / G^2 for weighted means of the other rewards as baselines. Notation is
-that of `component_estimates`.
+Given the prompt, G MSE(G) = c2 + c3 / (G - 1): errors of whole and half groups
+determine c2 and c3, exactly for leave-one-out, to order 1 / G^2 for weighted
+means of the other rewards. Notation is that of `component_estimates`.
 """
 
 from collections.abc import Callable

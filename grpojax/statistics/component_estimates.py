@@ -33,9 +33,9 @@ def _baselines(
 ) -> tuple[Float[Array, "B"], Float[Array, "B B"]]:
   """Returns the baselines of least variance, E[||s||^2 Z] / E||s||^2.
 
-  Entry x leaves out prompt x; entry (x, x') leaves out both, and the diagonal is
-  meaningless. Inputs are group means of a^2 and a^2 Z. As E[s] = 0, any baseline
-  b that is independent of the samples has E[s (Z - b)] = g(x).
+  Entry x leaves out prompt x, entry (x, x') both; the diagonal is meaningless.
+  Inputs are group means of a^2 and a^2 Z. As E[s] = 0, any baseline b that is
+  independent of the samples has E[s (Z - b)] = g(x).
   """
 
   def sums_without(values):  # each prompt [B], or each pair [B, B]

@@ -59,11 +59,11 @@ def mse_curve(
   2603.01162 with its remainder; the oracle lacks the last term. G >= 2, N =
   `num_samples` counts the whole batch, and B = N / G is not rounded.
 
-  From a finite set of M = `prompts`, each prompt is drawn once per epoch. A batch
-  that starts with an epoch has r = B mod M prompts beyond whole epochs, and
-  c1 / B becomes M / (M - 1) c1 r (1 - r / M) / B^2. Within an epoch this is
+  From a finite set of M = `prompts`, each is drawn once per epoch. A batch that
+  starts with an epoch has r = B mod M prompts beyond whole epochs, and c1 / B
+  becomes M / (M - 1) c1 r (1 - r / M) / B^2. Within an epoch this equals
   M / (M - 1) c1 (1 / B - 1 / M); at its end it is 0. A batch may span several
-  steps with nearly equal parameters. Samples of prompts estimate M / (M - 1) c1.
+  steps of nearly equal parameters. Samples of prompts estimate M / (M - 1) c1.
   """
   c = components
   n = num_samples
@@ -101,7 +101,7 @@ def optimal_group_size(
     *(jnp.asarray(c, jnp.result_type(float)) for c in (c1, c2, c3))
   )
   prompts_differ = c1 > 0
-  # If c1 <= 0, G* is inf; any divisor avoids a division by 0.
+  # If c1 <= 0, G* is inf; the divisor 1 only avoids a division by 0.
   divisor = jnp.where(prompts_differ, c1, 1)
   b, c = jnp.maximum(c2, 0) / divisor, jnp.maximum(c3, 0) / divisor
   # G* - 1 is the number of samples in a baseline.
@@ -198,7 +198,7 @@ def observe(
   is_finite = jnp.all(jnp.isfinite(new))
   x = choice
   past = jnp.stack([x.c1, x.c3, x.c1_variance, x.c3_variance])
-  # If a sum is multiplied by the decay, its variance is by decay^2.
+  # A sum times `decay` has a variance times decay^2.
   weights = jnp.array([decay, decay, decay**2, decay**2], past.dtype)
   sums = jnp.where(is_finite, weights * past + new, past)
   c1, c3, c1_variance, c3_variance = sums
@@ -210,7 +210,7 @@ def observe(
     return (c3 - k * c1) / jnp.maximum(error, 1e-30)
 
   current = choice.group_size
-  step = 2 ** (0.5 + margin)  # above sqrt(2), twice the size is nearer to G*
+  step = 2 ** (0.5 + margin)  # G* > sqrt(2) G is nearer to 2 G than to G
   up = is_finite & (evidence(current * step) > confidence)
   down = is_finite & (evidence(current / step) < -confidence)
   lower = jnp.where(down, current // 2, current)

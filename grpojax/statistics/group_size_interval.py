@@ -67,8 +67,8 @@ def _fieller(
 ) -> tuple[Scalar, Scalar]:
   """Returns the interval of G* from E. C. Fieller's (1954) for rho = c1 / c3.
 
-  That has all rho with c1 - rho c3 within t standard errors of 0. If it
-  includes rho <= 0, the upper bound of G* is infinite.
+  Fieller's contains all rho with c1 - rho c3 within t standard errors of 0. If
+  it includes rho <= 0, the upper bound of G* is infinite.
   """
   # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) expands to
   # quadratic rho^2 - 2 linear rho + constant <= 0.

@@ -75,13 +75,13 @@ def paired_difference(
 ) -> PairedDifference:
   """Compares two checkpoints by a number per prompt, in the same order.
 
-  The interval is Student's, of the differences; its width is 0 if all are equal,
-  so use `paired_proportions` for values 0 and 1. The p-value of the sign-flip
-  permutation test (R. A. Fisher, 1935, "The Design of Experiments", section 21)
-  tells how often random signs make the sum of differences as extreme. It is
-  exact if `draws` covers all signs of the differing prompts (by default up to 14
-  of them). Otherwise signs are drawn, and it is at least 2 / (1 + draws).
-  ValueError if shapes differ, B < 2, or a value is not finite.
+  The interval is Student's, of the differences. Its width is 0 if they are all
+  equal, so use `paired_proportions` for values 0 and 1. The p-value of the
+  sign-flip permutation test (R. A. Fisher, 1935, "The Design of Experiments",
+  section 21) tells how often random signs make the sum of differences as
+  extreme. It is exact if `draws` covers all signs of the differing prompts (by
+  default up to 14). Otherwise signs are drawn, and it is at least 2 / (1 +
+  draws). ValueError if shapes differ, B < 2, or a value is not finite.
   """
   _check_pairs(a, b)
   differences = a.astype(np.float64) - b.astype(np.float64)

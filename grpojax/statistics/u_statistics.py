@@ -70,9 +70,9 @@ def moments(
 def mse(moments: Moments, group_size: int) -> Estimators:
   """Returns the mean squared error of a group's gradient given the prompt.
 
-  Leave-one-out has L = tr Var(s delta) / G + (I sigma^2 + ||g||^2) / (G (G -
-  1)); centring by the mean of the whole group has ((G - 1) / G)^2 L plus the
-  squared bias ||g||^2 / G^2. ValueError if G < 2.
+  Leave-one-out: L = tr Var(s delta) / G + (I sigma^2 + ||g||^2) / (G (G - 1)).
+  Centred, by the mean of the whole group: ((G - 1) / G)^2 L plus the squared
+  bias ||g||^2 / G^2. ValueError if G < 2.
   """
   g = check_sizes(group_size)
   unbiased = moments.oracle_trace / g + moments.remainder / (g * (g - 1))
@@ -92,7 +92,7 @@ def covariance(
 ) -> Estimators:
   """Returns covariance matrices [d, d] of a group's gradient given the prompt.
 
-  Leave-one-out has Var(s delta) / G + (E[s s^T] sigma^2 + g g^T) / (G (G - 1)).
+  Leave-one-out: Var(s delta) / G + (E[s s^T] sigma^2 + g g^T) / (G (G - 1)).
   Traces are the errors of `mse`, without the bias of `centred`. Arguments are
   those of `moments`, and G >= 2.
   """
