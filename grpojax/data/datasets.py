@@ -6,9 +6,9 @@ To add a data set, add its `load` to `DATASETS`:
 
 - `split` is one of `examples.SPLITS`, `size` the maximum number of examples.
 - `seed` may select the examples; `pipeline` decides their order.
-- `path`, an optional parameter, is a file or directory; "" is the default one.
+- `path`, if the data set has files, is their location; "" is the default one.
 - `options` are data.options, checked against the parameters' annotations.
-- Equal arguments return equal `examples`. Wrong arguments raise ValueError
+- Equal arguments must return equal `examples`. Wrong arguments raise ValueError
   with advice.
 """
 

@@ -237,10 +237,10 @@ def load(
   parts: list[Examples] = []
   files = _files(path, file_split, share, kind)
   for file in files:
-    left = None if size is None else size - sum(map(len, parts))
-    if left == 0:
+    remaining = None if size is None else size - sum(map(len, parts))
+    if remaining == 0:
       break
-    examples = chosen(rows(file, columns), read, split, share, left)
+    examples = chosen(rows(file, columns), read, split, share, remaining)
     parts.append(keep(file, examples, read))
   if not any(map(len, parts)):
     names = files[0] if len(files) == 1 else f"{len(files)} files of data.path"

@@ -6,8 +6,8 @@ A problem is a story about a number of things:
     apples does Emma have now?
 
 Each step adds or subtracts; the count never falls below 0. The solution has an
-equation per step, "12 + 7 = 19" and "19 - 5 = 14", or calls a tool with "12 + 7
-- 5" (`environments.calculator`). `drawn.split_of` assigns the split.
+equation per step, "12 + 7 = 19" and "19 - 5 = 14", or calls a tool with
+"12 + 7 - 5" (`environments.calculator`). `drawn.split_of` assigns the split.
 """
 
 import functools

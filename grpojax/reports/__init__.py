@@ -1,1 +1,1 @@
-"""Reports of runs, each an HTML page: pure functions of rows, and the page."""
+"""HTML reports of runs, built by pure functions of the runs' rows."""

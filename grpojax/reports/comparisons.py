@@ -34,7 +34,7 @@ def answers(rows: Rows) -> Answers:
 
 
 def _paired(a: tuple[str, str], b: tuple[str, str]) -> dict[str, Any] | None:
-  """Returns the paired difference b - a; None if the problems differ."""
+  """Returns the difference of accuracies b - a; None if the problems differ."""
   if a[0] != b[0] or len(a[1]) != len(b[1]):
     return None
   first, second = (np.array(list(right)) == "1" for _, right in (a, b))
@@ -66,7 +66,7 @@ def texts_before_and_after(rows: Rows) -> dict[str, Any] | None:
 
 
 def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
-  """Returns b - a for each step at which both answered the same prompts."""
+  """Returns accuracy b - a for each step with evaluations of equal prompts."""
   return [
     {"step": step} | paired
     for step in sorted(a.keys() & b.keys())
@@ -77,7 +77,7 @@ def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
 def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
   """Returns b - a for the metrics `COMPARED`, over their common steps.
 
-  Each has means, a difference with interval and p-value, and its blocks.
+  A row has means, a difference with interval and p-value, and its blocks.
   """
   rows = []
   for name in COMPARED:
@@ -116,7 +116,7 @@ def group_size(columns: Columns) -> tuple[float, float, float] | None:
 def error_of_best(columns: Columns, group_size: int) -> float | None:
   """Returns the gradient error at a group size divided by the least error.
 
-  From mean c1, c2 and c3, at equal samples; None for means such as c1 <= 0.
+  Both use mean c1, c2 and c3 at equal samples. None unless c1 and errors are > 0.
   """
   names = "c1", "c2", "c3"
   if not all(name in columns for name in names) or group_size < 2:

@@ -18,7 +18,7 @@ from grpojax.statistics.intervals import mean_interval
 POINTS = 400  # largest number of points of a curve
 BLOCKS = 40  # largest number of blocks; their lengths differ by at most a step
 BLOCK = 5  # smallest number of steps in a block
-REWARD_COLUMNS = 100  # largest number of columns, each of several steps
+REWARD_COLUMNS = 100  # largest number of columns of one or more steps
 REWARD_VALUES = 12  # largest number of distinct rewards; else they are binned
 REWARD_BINS = 20
 
@@ -80,7 +80,7 @@ def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
 def block_edges(count: int) -> list[tuple[int, int]]:
   """Divides steps into blocks [start, end) of about equal size; [] for few.
 
-  A short last block would have a much wider interval.
+  The size is equal because a short last block would have a wide interval.
   """
   if count < 4 * BLOCK:
     return []
@@ -145,7 +145,7 @@ def curves(columns: Columns) -> dict[str, Curve]:
 
 
 def reward_picture(counts: Counts) -> dict[str, Any] | None:
-  """Returns a picture of rewards: columns of steps, rows of rewards, or None.
+  """Returns the data of a picture of rewards by step; None without rewards.
 
   - "steps" [[1, 1], [2, 2]]: first and last step of each column.
   - "values" [[0, 0], [1, 1]]: lowest and highest reward of each row.

@@ -72,7 +72,7 @@ class Verl(_Function):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments from an example."""
+    """Returns the arguments that are columns of an example."""
     columns = {"extra_info": example.get("extra_info") or {}}
     if SOURCE in example:
       columns[SOURCE] = example[SOURCE]
@@ -131,7 +131,7 @@ class Trl(_Function):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments from an example."""
+    """Returns the arguments that are columns of an example."""
     return {k: v for k, v in example.items() if k not in _NO_COLUMNS}
 
 
@@ -250,7 +250,7 @@ def check_columns(
 
 
 def wants(reward: Callable[..., Any], name: str) -> bool:
-  """Returns True if a function takes the costly argument `name` (IDS, STATE)."""
+  """Returns True if a function takes `name`, a costly argument (IDS, STATE)."""
   return isinstance(reward, Trl) and (
     reward.takes is None or name in reward.takes
   )

@@ -112,7 +112,7 @@ def _token_texts(tokenizer: Any) -> list[str]:
   if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
     raise _unfit('"#" is not one token')
   for token in range(max(tokenizer.get_vocab().values()) + 1):
-    # Between other tokens, because decoders may trim the ends of a text.
+    # Decoders may trim the ends of a text, so the token stands in the middle.
     around = tokenizer.decode(
       [*ids, token, *ids],
       skip_special_tokens=False,

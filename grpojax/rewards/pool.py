@@ -168,7 +168,7 @@ class Pool(WorkerPool):
   ) -> GroupRewards:
     """Waits for submissions and returns their rewards as a single batch.
 
-    If `check_signals`, called as in `results`, raises, all are abandoned.
+    `check_signals` is called as in `results`; its exceptions abandon them all.
     """
     # outcomes[submission][place][function]
     outcomes = {sent: collections.defaultdict(dict) for sent in submissions}

@@ -48,7 +48,7 @@ _HUGE = re.compile(
 )
 _BRACKETS = ("()", "[]", "{}", "(]", "[)")
 
-# Math-Verify warns that its own time limits are off.
+# Silences the warning that Math-Verify's own time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -101,7 +101,7 @@ def _verify(answer: str, expected: str) -> bool:
 
 
 def _same_equation(candidate: sympy.Eq, reference: sympy.Eq) -> bool:
-  """Returns True for equations that differ by a constant factor."""
+  """Returns True for equations that differ only by a constant factor."""
   try:
     first, second = (x.lhs - x.rhs for x in (candidate, reference))
     factor = sympy.simplify(first / second)

@@ -38,7 +38,7 @@ def evaluate(
 ) -> list[Outcome]:
   """Calls a function on completions of a prompt, with copies of the examples.
 
-  Examples of data sets outside `sources` get None. Forked processes end here.
+  Examples of data sets outside `sources` get None. Processes it forks end here.
   """
   if sources is not None and items[0][2].get(SOURCE) not in sources:
     return [Outcome(None)] * len(items)
@@ -79,20 +79,20 @@ def _outcome(value: Any) -> Outcome:
 def to_reward(value: Any, returned: str = "returned") -> float | None:
   """Converts a number or None to a reward.
 
-  WrongAnswer "`returned` ..." for other types, and for too large values.
+  Raises WrongAnswer ("`returned` nan") for other types and too large values.
   """
   value = _scalar(value)
   if value is None:
     return None
   number = to_float(value)
   if number is None:
-    wrong = f"{type(value).__name__}, which is not a number"
+    problem = f"{type(value).__name__}, which is not a number"
   elif abs(number) <= LARGEST:
     return number
   else:
-    more = f", more than {LARGEST:g}" if math.isfinite(number) else ""
-    wrong = f"{number:g}{more}"
-  raise user_calls.WrongAnswer(f"{returned} {wrong}")
+    limit = f", more than {LARGEST:g}" if math.isfinite(number) else ""
+    problem = f"{number:g}{limit}"
+  raise user_calls.WrongAnswer(f"{returned} {problem}")
 
 
 def numbers(values: Mapping[Any, Any]) -> dict[str, float]:

@@ -60,10 +60,10 @@ def share_interval(values: Values) -> tuple[float, float, float]:
   Student's interval is similar near 1/2, but covers less near 0 and 1.
   """
   mean, *_ = mean_interval(values)
-  more = np.append(values, [0.0, 1.0]).astype(np.float64)
-  binary = more.mean() * (1 - more.mean())
-  ratio = t_quantile(len(values) - 1) ** 2 * np.var(more, ddof=1)
-  ratio /= binary * len(more)  # t^2 / trials
+  extended = np.append(values, [0.0, 1.0]).astype(np.float64)
+  binary = extended.mean() * (1 - extended.mean())
+  ratio = t_quantile(len(values) - 1) ** 2 * np.var(extended, ddof=1)
+  ratio /= binary * len(extended)  # t^2 / trials
   # Wilson's bounds are (mean + ratio / 2 -+ half_width) / (1 + ratio).
   half_width = math.sqrt(ratio * (mean * (1 - mean) + ratio / 4))
   low, high = (mean + ratio / 2 + x for x in (-half_width, half_width))

@@ -37,8 +37,8 @@ def majority_at_k(
 
   It is the share of subsets of k samples whose most frequent answer is correct
   (self-consistency, arXiv 2203.11171, section 2). A tie counts with the share
-  of its correct answers. Equal labels are equal answers; samples with label -1
-  do not vote. 1 <= k <= n <= `MOST_SAMPLES`. ValueError if `correct` differs for
+  of its correct answers. Equal labels are equal answers; samples of label -1 do
+  not vote. 1 <= k <= n <= `MOST_SAMPLES`. ValueError if `correct` differs for
   equal labels, or is True for -1.
   """
   n = labels.shape[-1]
@@ -50,7 +50,7 @@ def majority_at_k(
 def _votes(
   labels: Int[np.ndarray, "n"], correct: Bool[np.ndarray, "n"]
 ) -> tuple[tuple[tuple[int, bool], ...], int]:
-  """Returns each answer's (votes, correct), sorted, and the number of labels -1."""
+  """Returns sorted (votes, correct) of all answers, and the number of -1."""
   answers, answer_of_sample = np.unique(labels, return_inverse=True)
   votes = np.bincount(answer_of_sample)
   correct_votes = np.bincount(answer_of_sample, weights=correct)
@@ -89,7 +89,7 @@ def _majority(
     ways[0, 0] = _binomials(n - sum(count for count, _ in can_win), k)
     for count, right in can_win:
       binomials = _binomials(count, k)
-      # [k + 1, k + 1]. If the answer gets fewer than m votes, t stays.
+      # If the answer gets fewer than m votes, t stays; [k + 1, k + 1].
       fewer = np.where((added >= 0) & (added < m), binomials[added], 0.0)
       # If it gets m, t increases by 1 and d by m.
       tied = binomials[m] * ways[:, :-1, : k + 1 - m]

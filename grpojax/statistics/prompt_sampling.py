@@ -79,8 +79,8 @@ def _at_most(most: int, rows: float, q: Vector) -> Vector:
   while True:
     # Full prompts get `most` rows, and the others share the remaining rows in
     # proportion to q. This may fill more prompts, so it is repeated.
-    left = rows - most * np.sum(full)
-    shares = np.where(full, most, left * q / max(np.sum(q[~full]), 1e-300))
+    remaining = rows - most * np.sum(full)
+    shares = np.where(full, most, remaining * q / max(np.sum(q[~full]), 1e-300))
     too_much = (shares > most) & ~full
     if not np.any(too_much):
       return shares
