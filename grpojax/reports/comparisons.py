@@ -116,7 +116,7 @@ def group_size(columns: Columns) -> tuple[float, float, float] | None:
 def error_of_best(columns: Columns, group_size: int) -> float | None:
   """Returns the gradient error at a group size divided by the least error.
 
-  Both use mean c1, c2 and c3 at equal samples. None unless c1 and errors are > 0.
+  Both use mean c1, c2 and c3 at equal samples. None unless c1 and errors > 0.
   """
   names = "c1", "c2", "c3"
   if not all(name in columns for name in names) or group_size < 2:
