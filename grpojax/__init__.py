@@ -1,7 +1,7 @@
 """GRPO for JAX: the group is an array axis.
 
-Common functions by short names. `grpojax.core` has GRPO as pure functions of
-arrays; see also `grpojax.statistics` (the paper) and `grpojax.models`.
+This module has common functions under short names, `grpojax.core` GRPO as pure
+functions of arrays. See also `grpojax.statistics` and `grpojax.models`.
 """
 
 import importlib
@@ -54,7 +54,7 @@ def _is_program() -> bool:
   return os.path.basename("".join(sys.argv[:1])) == "grpojax"
 
 
-# Ctrl-C is handled from here on, because imports take most of the start.
+# Handle Ctrl-C before the imports, which take most of the start-up time.
 if _is_program():
   importlib.import_module("grpojax.runtime.processes.interrupts").begin()
 

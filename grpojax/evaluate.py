@@ -67,7 +67,7 @@ FLAGS = {
 READS = tuple(
   "seed steps model.dtype model.ignore_keys data. environment. reward. "
   "eval.num_prompts eval.batch_size sampling.max_new_tokens sampling.stop "
-  "sampling.stages sampling.compact log.every".split()
+  "log.every".split()
 )
 """Settings, or prefixes of settings, that affect an evaluation."""
 

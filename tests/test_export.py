@@ -122,7 +122,7 @@ def test_export_copies_a_model_that_is_not_a_run(tmp_path, capsys):
     (["--config=gsm8k", "RUN"], "reads no config file"),
     (["nowhere"], "no run at nowhere"),
     (["RUN", "--step=3"], r"no checkpoint of step 3, only \[2, 4\]"),
-    (["RUN", "--adapter"], "not trained with LoRA"),
+    (["RUN", "--adapter"], "needs a run with LoRA"),
     (["EMPTY"], "EMPTY has no checkpoints"),
   ],
 )

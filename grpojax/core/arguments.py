@@ -1,6 +1,6 @@
 """Checks and conversions of the arguments of library calls.
 
-Shapes and dtypes are always known, values only outside of jit.
+Shapes and dtypes are always checked, values only outside of jit.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def _vocabulary(lm: LM, params: Params, ids: Array, mask: Array) -> int:
 def check_params(params: Params) -> None:
   """Raises ValueError for parameters of a dtype that cannot be trained.
 
-  In float16, squared gradients and Adam's eps, by which it divides, become 0.
+  In float16 squared gradients and Adam's eps underflow, so it divides by 0.
   """
   for path, leaf in jax.tree.leaves_with_path(params):
     dtype = jnp.result_type(leaf)
@@ -68,16 +68,15 @@ def check_params(params: Params) -> None:
 
 
 def init_optimizer(tx: optax.GradientTransformation, params: Params) -> Any:
-  """Returns an optimizer's state; ValueError if it needs other arguments."""
+  """Returns an optimizer's first state; ValueError if it is not supported."""
   try:
     state = tx.init(params)
     jax.eval_shape(tx.update, params, state, params)
   except (AttributeError, TypeError) as error:
     raise ValueError(
       "the optimizer is called as tx.update(gradients, state, parameters), "
-      f"which fails ({error}): use another, not lbfgs, polyak_sgd, momo or "
-      "reduce_on_plateau (they need the loss) or lookahead (two sets of "
-      "parameters)"
+      f"which fails ({error}): use another optimizer (lbfgs, polyak_sgd, momo "
+      "and reduce_on_plateau need the loss, lookahead two sets of parameters)"
     ) from error
   return state
 
@@ -87,7 +86,7 @@ def read_rewards(
 ) -> Shaped[Array, "B G *K"]:
   """Returns rewards (an array or lists of numbers) as an array of `shape`.
 
-  ValueError, which names `source`, for other rewards.
+  ValueError for other rewards; it names their `source`.
   """
   rewards = as_array(rewards, source)
   if rewards.shape != shape:
@@ -105,7 +104,7 @@ def check_read_prompts(
 ) -> None:
   """Raises ValueError for prompts that a model would silently misread.
 
-  Outside of jit: padding on the left, ids outside the vocabulary, no token.
+  Outside of jit it checks for left padding, no token, and ids outside of V.
   """
   check_layout(prompt_ids, prompt_mask)
   if prompt_ids.ndim != 2:
@@ -121,8 +120,8 @@ def check_read_prompts(
 def check_prompts(prompts: Prompts, vocab_size: int) -> None:
   """Checks prompts before a jitted step, which cannot see their values.
 
-  ValueError if they are invalid (as when `Prompts` are made), or the id of a
-  real token is outside the vocabulary.
+  It repeats the checks of `Prompts`. ValueError also for ids of real tokens
+  outside the vocabulary.
   """
   check_fields(*vars(prompts).values())
   check_ids(prompts.prompt_ids, prompts.prompt_mask, vocab_size)

@@ -44,21 +44,21 @@ def make_batch(
   Args:
     lm: Model.
     rollout: Completions.
-    rewards: Rewards [B, G] or, with turns, [B, G, K]: after each turn, 0 after
-      the end. Completions whose reward is not finite, or whose prompt has no
-      tokens, take no part in baselines or the loss.
-    objective: Objective of the update. A custom advantage function gets arrays
-      of `sample_weights` by the names of its parameters.
+    rewards: Rewards [B, G] or, with turns, [B, G, K]: one after each turn, 0
+      after the end. Baselines and loss leave out completions whose reward is
+      not finite, or whose prompt has no tokens.
+    objective: Objective of the update. A custom advantage function gets the
+      arrays of `sample_weights` that its parameters name.
     options: Options of the update; its micro-batches are used here too. A
       single update is on-policy and needs no old log-probabilities.
     sampling: Distribution of the rollout.
-    policy_params: Parameters of the rollout, for objective.old_logprobs =
-      "trainer" with several updates: one more forward pass.
-    ref_params: Reference policy, or None. Its log-probabilities have the
-      temperature of `sampling` without its cuts, see `core.losses.kl`.
+    policy_params: Parameters that sampled. Only objective.old_logprobs =
+      "trainer" with several updates reads them, for one more forward pass.
+    ref_params: Reference policy, or None. It has the temperature of `sampling`
+      without top_k, top_p and min_p, see `core.losses.kl`.
     ref_lm: Model of `ref_params` if it is not `lm` (a teacher).
     ref_prompts: Prompts of any length for the reference alone, say with a hint.
-    packing: Packed rows (`packing.layout.plan`), here and in the update.
+    packing: Packed rows (`packing.layout.plan`), used here and in the update.
     prompt_weights: Weights of the prompts in the loss, KL term included.
     credit: Credit of turns, one of `turns.CREDITS`.
 
@@ -75,7 +75,7 @@ def make_batch(
   recomputes = objective.old_logprobs == "trainer" and not options.on_policy
   if recomputes and policy_params is None:
     raise ValueError(
-      "old_logprobs = 'trainer' needs the parameters of the rollout: give "
+      "old_logprobs = 'trainer' needs the parameters that sampled: give "
       "policy_params"
     )
   logprobs = functools.partial(_rollout_logprobs, options)
@@ -121,7 +121,7 @@ def make_batch(
 
 
 def _check_experts(lm: LM, rollout: Rollout) -> None:
-  """Raises ValueError if the rollout has no experts of the model to replay."""
+  """Raises ValueError if the rollout has no valid experts to replay."""
   if not lm.has_experts:
     raise ValueError(
       "router_replay = True needs a model with experts (LM.has_experts): use "
@@ -134,10 +134,10 @@ def _check_experts(lm: LM, rollout: Rollout) -> None:
       "rollout(..., record_experts=True)"
     )
   ids = rollout.completion_ids, rollout.prompt_ids
-  leads = [x.shape[:-1] for x in recorded]
+  leading = [x.shape[:-1] for x in recorded]
   integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in recorded)
-  same = len({x.shape[-1] for x in recorded}) == 1
-  if leads != [x.shape for x in ids] or not integers or not same:
+  same_width = len({x.shape[-1] for x in recorded}) == 1
+  if leading != [x.shape for x in ids] or not integers or not same_width:
     raise ValueError(
       "router_replay = True: experts and prompt_experts must be integers [B, "
       "G, T, X] and [B, P, X], not "
@@ -167,7 +167,7 @@ def _advantages(
   objective: Objective,
   credit: str,
 ) -> tuple[Float[Array, "B G *t"], Bool[Array, "B G"]]:
-  """Returns advantages of completions or tokens, and a mask for the loss."""
+  """Returns advantages, and True for the completions in the loss."""
   totals = rewards if credit == "trajectory" else jnp.sum(rewards, axis=-1)
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
   totals = jnp.where(real, totals, jnp.nan)
@@ -188,13 +188,13 @@ def _advantages(
 def _with_prompts(
   rollout: Rollout, packing: Packing | None, prompts: Prompts
 ) -> tuple[Rollout, Packing | None]:
-  """Replaces the prompts of a rollout, and the packing's room for them."""
+  """Replaces the prompts of a rollout; changes a packing's room to fit them."""
   ids = prompts.prompt_ids
   mask = prompts.prompt_mask
   if ids.shape[0] != rollout.prompt_ids.shape[0]:
     raise ValueError(
-      f"ref_prompts has {ids.shape[0]} prompts and the rollout "
-      f"{rollout.prompt_ids.shape[0]}: they must match"
+      f"ref_prompts has {ids.shape[0]} prompts: give one for each of the "
+      f"rollout's {rollout.prompt_ids.shape[0]} prompts"
     )
   rollout = rollout.replace(prompt_ids=ids, prompt_mask=mask)
   if packing is None:

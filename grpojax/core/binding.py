@@ -1,4 +1,4 @@
-"""Binds settings to the functions that have parameters of their names."""
+"""Binds settings to the parameters of the same names in a function."""
 
 import functools
 import inspect
@@ -18,8 +18,8 @@ def asks_for(function: Callable[..., Any], name: str) -> bool:
 def bind(function: Callable[..., Any], **offered: Any) -> Callable[..., Any]:
   """Binds the offered keyword arguments for which a function has parameters.
 
-  Arguments bound by `functools.partial` stay; a callable without a signature
-  gets none.
+  Arguments bound by `functools.partial` stay bound. A callable without a
+  signature gets no arguments.
   """
   taken = {k: v for k, v in offered.items() if asks_for(function, k)}
   return functools.partial(function, **taken) if taken else function

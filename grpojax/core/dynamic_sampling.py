@@ -3,16 +3,16 @@
 DAPO (arXiv 2503.14476, equation 11) draws prompts until a batch has B groups
 that vary. Let p(x) be the probability that the group of prompt x varies, p its
 mean, and g(x) the mean of the group's gradient U. Prompt x is p(x) / p times as
-frequent in the batch. If U is 0 in groups of equal rewards
-(`advantages.WITHIN_GROUPS`), E[U | x, varies] = g(x) / p(x), and the two
-factors cancel: the mean of the kept groups estimates E[g(x)] / p, and times
-`acceptance`, E[g(x)] without bias, whatever the limit. This holds on-policy,
-for all weightings but `token_mean`; docs/data.md lists the remaining effects.
+frequent in the batch as in the data. If U is 0 in groups of equal rewards
+(`advantages.WITHIN_GROUPS`), E[U | x, varies] = g(x) / p(x). The two factors
+cancel, so the mean of the kept groups estimates E[g(x)] / p. `acceptance` times
+this mean estimates E[g(x)] without bias, whatever the limit on draws, on-policy
+and for all weightings but `token_mean`; docs/data.md lists other effects.
 
 `batch_std` also divides by the deviation of the batch. Squared deviations are 0
 in groups of equal rewards too, so the deviation of the kept groups is 1 /
-sqrt(p) times that of all groups, and the factor is sqrt(p) (`batch_std_scale`):
-exact if no more groups are drawn, else like a batch's deviation up to O(1 / B).
+sqrt(p) times that of all groups, and the factor is sqrt(p) (`batch_std_scale`).
+It is exact if no more groups are drawn, else up to O(1 / B).
 """
 
 import math
@@ -29,9 +29,9 @@ from grpojax.core.types import OF_PROMPTS, Rollout
 def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
   """Estimates the probability that a group varies, without bias.
 
-  `varied` are all groups in the order drawn, until `size` varied or a limit was
-  reached. If group m was the last needed, the estimate is (size - 1) / (m - 1)
-  (Haldane, 1945), else the share of groups that vary (Girshick et al., 1946).
+  `varied` has an entry per group in the order drawn, until `size` varied or the
+  limit was reached. If group m was the last needed, the estimate is (size - 1)
+  / (m - 1) (Haldane, 1945), else the share that vary (Girshick et al., 1946).
   """
   places = np.flatnonzero(varied)
   if len(places) < size:
@@ -47,8 +47,8 @@ def batch_std_scale(
 ) -> float:
   """Returns the factor that undoes dynamic sampling for `batch_std` advantages.
 
-  sqrt(`accepted`) for a full batch; with `filled` of `size` groups the sample
-  variances have the denominators filled G - 1 and size G - 1.
+  It is sqrt(`accepted`) for a full batch. With `filled` < `size` groups it also
+  corrects the variance's denominator, filled G - 1 instead of size G - 1.
   """
   if not filled:
     return 0.0
@@ -58,7 +58,7 @@ def batch_std_scale(
 
 
 def pad_prompts(rollout: Rollout, length: int) -> Rollout:
-  """Pads the prompts to `length` tokens."""
+  """Pads the prompts of a rollout to `length` tokens."""
   more = length - rollout.prompt_ids.shape[-1]
 
   def pad(x):
@@ -78,11 +78,11 @@ def replace_groups(
   """
   longest = max(x.prompt_ids.shape[-1] for x in (batch, drawn))
 
-  def chosen(old: Array, new: Array) -> Array:
+  def choose(old: Array, new: Array) -> Array:
     axes = tuple(range(1, old.ndim))
     replaced = jnp.expand_dims(source >= 0, axes)
     return jnp.where(replaced, new[jnp.maximum(source, 0)], old)
 
   batch, drawn = pad_prompts(batch, longest), pad_prompts(drawn, longest)
-  whole = jax.tree.map(chosen, batch, drawn)
-  return meshes.map_rows(meshes.constrain, whole)
+  merged = jax.tree.map(choose, batch, drawn)
+  return meshes.map_rows(meshes.constrain, merged)

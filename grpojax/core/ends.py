@@ -1,7 +1,7 @@
 """Ends of completions: end-of-sequence ids and stop strings.
 
 Stop strings are matched by an automaton over tokens, with one state per sample:
-the longest end of the text so far that begins a stop string.
+the longest suffix of the text so far that is a prefix of a stop string.
 
     stop string  "ab!"       tokens  x  ab  a  b!
     states       "" a ab     state   0  2   1  3 = complete
@@ -18,8 +18,8 @@ class StopTable(NamedTuple):
   """Automaton of stop strings (from `runtime.text.stop_strings.build`)."""
 
   strings: tuple[str, ...]
-  classes: Any  # class of each token [V]: equal classes, equal transitions
-  table: Any  # state after each state and class [S, C]; S is a complete string
+  classes: Any  # class of each token [V]; a class has the same transitions
+  table: Any  # next state by state and class [S, C]; S: string complete
 
 
 class Ends(NamedTuple):
@@ -40,14 +40,14 @@ def on_device(ends: Ends) -> Ends:
 
 
 def first_state(ends: Ends, like: Array) -> PyTree:
-  """Returns the state before the first token; None without stop strings."""
+  """Returns the stop-string state at the start; None without stop strings."""
   return jnp.zeros(like.shape, jnp.int32) if ends.stop else None
 
 
 def advance(
   ends: Ends, state: PyTree, ids: Int[Array, "*n"]
 ) -> tuple[Bool[Array, "*n"], PyTree]:
-  """Returns True for tokens that end a completion, and the next state."""
+  """Returns True for tokens that end a completion, and the next states."""
   ended = jnp.isin(ids, ends.ids)
   if stop := ends.stop:
     classes = stop.classes[ids].astype(jnp.int32)
@@ -59,5 +59,5 @@ def advance(
 def within(
   state: PyTree, drawn: Bool[Array, "*n"] | bool, ended: Bool[Array, "*n"]
 ) -> PyTree:
-  """Returns the state inside a completion or turn, and 0 after its end."""
+  """Resets the state to 0 after an end and after tokens that are not drawn."""
   return jax.tree.map(lambda x: jnp.where(drawn & ~ended, x, 0), state)

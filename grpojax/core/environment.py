@@ -7,8 +7,8 @@
 
 At the end of a turn the environment is stepped, and its answer becomes the next
 tokens of the row. Each row gets a token per iteration of the loop, drawn or
-observed, so stages and compaction work as without an environment. For other
-environments see `core.turns.trajectories`.
+observed, so stages and compaction work as without an environment. For
+environments that cannot be jitted see `core.turns.trajectories`.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Observation(NamedTuple):
     ids: Next token ids of the row, padded after the first `length`.
     length: Number of tokens, 0 to O.
     reward: Reward of the turn; it becomes nan if `length` or an id is invalid.
-    done: True if the trajectory ends here, without reading `ids`.
+    done: True if the trajectory ends here; `ids` are then ignored.
   """
 
   ids: Int[Array, "O"]
@@ -58,7 +58,7 @@ class Environment(NamedTuple):
 
 
 class Episodes(NamedTuple):
-  """Turns of the trajectories so far."""
+  """State of trajectories between tokens: environments, observations, turns."""
 
   state: PyTree  # states of the environments, arrays [B, G, ...]
   observation: Int[Array, "B G O"]  # answer to the last turn
@@ -76,14 +76,14 @@ class Episodes(NamedTuple):
 
   def next_ids(self, drawn: Int[Array, "B G"]) -> Int[Array, "B G"]:
     """Returns the next token of each row, drawn or forced."""
-    # Rows that have read everything need a valid index; they take `drawn`.
+    # Rows with no observation left take `drawn`, but need a valid index.
     at = jnp.minimum(self.read, self.observation.shape[-1] - 1)[..., None]
     forced = jnp.take_along_axis(self.observation, at, axis=-1)[..., 0]
     return jnp.where(self.forced, forced, drawn)
 
 
 def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
-  """Folds -1 - turn into the keys, since tokens fold in t >= 0."""
+  """Derives a turn's keys: folds in -1 - turn, since tokens fold in t >= 0."""
   return jax.vmap(jax.vmap(jax.random.fold_in))(
     keys, jnp.broadcast_to(-1 - turn, keys.shape)
   )
@@ -105,7 +105,7 @@ def checked(
   for name in ("observation_length", "max_turns"):
     size = getattr(environment, name)
     if not isinstance(size, int) or size < 1:
-      raise ValueError(f"{name}={size} of an environment must be at least 1")
+      raise ValueError(f"Environment.{name}={size} must be an int, at least 1")
   shapes = [jnp.shape(x) for x in jax.tree.leaves(targets)]
   if any(shape[:1] != (prompts,) for shape in shapes):
     raise ValueError(
@@ -145,7 +145,7 @@ def checked(
 
 
 def _check_answer(answer: Any, first: PyTree, size: int) -> None:
-  """Raises ValueError for wrong results of `step`; `first` is a state."""
+  """Raises ValueError for wrong results of `step`; `first` is reset's state."""
   pair = isinstance(answer, tuple) and len(answer) == 2
   if not pair or not isinstance(answer[1], Observation):
     raise ValueError(
@@ -249,7 +249,7 @@ def advance(
 
 
 def returns(rollout: Rollout, targets: Any = None) -> Float[Array, "B G K"]:
-  """A `reward_fn` that returns the environment's rewards of turns."""
+  """A `reward_fn` that returns the environment's reward of each turn."""
   if rollout.turn_rewards is None:
-    raise ValueError("grpojax.returns needs an environment: give environment=")
+    raise ValueError("grpojax.returns needs turn rewards: give environment=")
   return rollout.turn_rewards

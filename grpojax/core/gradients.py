@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from grpojax.core import packing
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import Reference, TokenLogprobs
-from grpojax.core.losses import entropy as entropy_lib
-from grpojax.core.losses import load_balancing, rollout_mismatch
+from grpojax.core.losses import entropy, load_balancing, rollout_mismatch
 from grpojax.core.losses.rollout_correction import make_correction
 from grpojax.core.meshes import constrain, map_rows
 from grpojax.core.objective import Objective, loss_fn
@@ -58,7 +57,7 @@ class LossTerms:
   def with_reference(
     self, lm: LM, params: Params, hidden: Float[Array, "B G T R"]
   ) -> "LossTerms":
-    """Returns these terms with the reference of an exact KL term.
+    """Returns a copy with the reference policy of an exact KL term.
 
     ValueError if its head cannot read the states of the batch.
     """
@@ -93,15 +92,15 @@ class LossTerms:
 
 
 class MinibatchTotals(NamedTuple):
-  """Values of a whole minibatch that its micro-batches do not know."""
+  """Totals of a whole minibatch, which its micro-batches do not know."""
 
-  token_mask: Bool[Array, "n b g T"] | None = None  # surrogate; None: all
-  token_count: Int[Array, ""] | None = None  # of the mean entropy
+  token_mask: Bool[Array, "n b g T"] | None = None  # surrogate's; None: all
+  token_count: Int[Array, ""] | None = None  # divisor of the mean entropy
   expert_load: PyTree | None = None  # summed over the minibatch
 
 
 class MicroBatchValues(NamedTuple):
-  """Values of a micro-batch in addition to its loss."""
+  """Metrics of a micro-batch, and terms of its loss."""
 
   token_metrics: Metrics  # arrays [b, g, T], logged as means over tokens
   mismatch: Metrics  # differences from the rollout's log-probabilities
@@ -114,7 +113,7 @@ class Gradient(NamedTuple):
 
   loss: Float[Array, ""]
   grads: Params  # gradient, float32 or better
-  metrics: dict[str, Metrics]  # by the names of `update.OVER_UPDATES`
+  metrics: dict[str, Metrics]  # by reduction (`update.OVER_UPDATES`)
   mean_entropy: Float[Array, "n"] | None  # shares of micro-batches
 
 
@@ -158,13 +157,13 @@ def micro_batch_loss(
   weights = constrain(weights, "batch", "group")
   scored = terms.logprobs(params, batch)
   logprobs = scored.logprobs
-  entropy = scored.entropy
+  entropies = scored.entropy
   mask = batch.completion_mask
   token_mask = totals.token_mask
   if terms.selects_tokens and token_mask is None:
     # This micro-batch is the whole minibatch.
-    token_mask = entropy_lib.highest_entropy(
-      jax.lax.stop_gradient(entropy), mask, share=terms.entropy_share
+    token_mask = entropy.highest_entropy(
+      jax.lax.stop_gradient(entropies), mask, share=terms.entropy_share
     )
   # Surrogate and KL term
   counted = mask if token_mask is None else token_mask
@@ -181,17 +180,17 @@ def micro_batch_loss(
     batch.ref_logprobs,
     is_weights,
     scored.kl,
-    # Tokens of off-policy sequences leave the surrogate; `counted` keeps them.
+    # Off-policy sequences leave the surrogate, but not the entropy bonus.
     token_mask=token_mask if left_out is None else counted & ~left_out,
   )
   mean_entropy = balance = None
   if terms.has_bonus:
     count = totals.token_count
-    mean_entropy = entropy_lib.mean_entropy(entropy, counted, count)
-    # The loss weights it by the rollout's correction; the logged mean is plain.
+    mean_entropy = entropy.mean_entropy(entropies, counted, count)
+    # The correction weights the bonus in the loss, but not the logged mean.
     bonus = mean_entropy
     if is_weights is not None:
-      bonus = entropy_lib.mean_entropy(entropy * is_weights, counted, count)
+      bonus = entropy.mean_entropy(entropies * is_weights, counted, count)
     loss -= entropy_coefficient * bonus
   if terms.router_aux_coef:
     balance = load_balancing.load_balancing_loss(
@@ -199,7 +198,7 @@ def micro_batch_loss(
     )
     loss += terms.router_aux_coef * balance
   return loss, MicroBatchValues(
-    token_metrics=aux | correction_aux | {"entropy": entropy},
+    token_metrics=aux | correction_aux | {"entropy": entropies},
     mismatch=rollout_mismatch.token_mismatch(
       terms.loss, logprobs, batch, weights
     ),
@@ -211,14 +210,14 @@ def micro_batch_loss(
 def minibatch_totals(
   terms: LossTerms, params: Params, batch: Batch
 ) -> MinibatchTotals:
-  """Returns totals of a minibatch [n, ...], by a forward pass if needed."""
+  """Computes totals of a minibatch [n, ...], with a forward pass if needed."""
   mask = batch.completion_mask
-  # Only these two need a forward pass; the bonus needs just a count of tokens.
-  passes = terms.selects_tokens or terms.router_aux_coef
+  # Token selection and expert load need a forward pass, the bonus a count only.
+  needs_pass = terms.selects_tokens or terms.router_aux_coef
   # A single micro-batch knows its own totals.
-  if len(mask) == 1 or not (passes or terms.has_bonus):
+  if len(mask) == 1 or not (needs_pass or terms.has_bonus):
     return MinibatchTotals()
-  if not passes:
+  if not needs_pass:
     return MinibatchTotals(token_count=jnp.sum(mask))
 
   def entropy_and_load(part):
@@ -230,7 +229,7 @@ def minibatch_totals(
   load = jax.tree.map(lambda x: jnp.sum(x, axis=0), load)
   if not terms.selects_tokens:
     return MinibatchTotals(None, jnp.sum(mask), load)
-  token_mask = entropy_lib.highest_entropy(entropies, mask, terms.entropy_share)
+  token_mask = entropy.highest_entropy(entropies, mask, terms.entropy_share)
   return MinibatchTotals(token_mask, jnp.sum(token_mask), load)
 
 
@@ -267,19 +266,19 @@ def minibatch_gradient(
   if batch.sample_weights is not None:
     weights = weights * batch.sample_weights[..., None]
     batch = batch.replace(sample_weights=None)  # now in the token weights
-  # Split, and compute what no micro-batch can know by itself.
+  # Split, then compute the totals that need all micro-batches.
   batches, weights = split_minibatch(batch, weights, micro_batches)
   totals = minibatch_totals(terms, params, batches)
 
   def add_micro_batch(total, part):
     micro_batch, weights, token_mask = part
     # The scan slices the mask; the other totals are whole.
-    own_totals = totals._replace(token_mask=token_mask)
+    part_totals = totals._replace(token_mask=token_mask)
     gradient = jax.value_and_grad(micro_batch_loss, has_aux=True)
     (loss, values), grads = gradient(
-      params, terms, micro_batch, weights, own_totals, entropy_coefficient
+      params, terms, micro_batch, weights, part_totals, entropy_coefficient
     )
-    # In float32: a bfloat16 sum loses parts 256 times smaller than itself.
+    # Sums in float32: bfloat16 would lose terms 256 times smaller than the sum.
     return jax.tree.map(jnp.add, total, (loss, in_float32(grads))), values
 
   zero = jnp.zeros(()), in_float32(jax.tree.map(jnp.zeros_like, params))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 
 def as_array(rewards: Any, name: str) -> Shaped[Array, "..."]:
-  """Returns rewards as an array; ValueError for ragged or other objects."""
+  """Returns rewards as an array; ValueError if ragged or not of numbers."""
   try:
     if rewards is None:
       raise TypeError("they are None")
@@ -27,7 +27,7 @@ def as_array(rewards: Any, name: str) -> Shaped[Array, "..."]:
 def as_float(rewards: Any, name: str, least: int) -> Float[Array, "..."]:
   """Returns rewards [..., G] in float32 or better, nan if missing.
 
-  ValueError, which names the function, if they are not numbers or G < least.
+  ValueError with the function's `name` if they are not numbers, or G < least.
   """
   rewards = as_array(rewards, name)
   if rewards.ndim < 1 or rewards.shape[-1] < least:
@@ -85,8 +85,8 @@ def minus_others(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
 def sum_of_others(x: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Returns sum_{j != i} x_j along the last axis, for every i.
 
-  Summed from both ends: "total minus x_i" would keep the rounding of a large
-  x_i.
+  It sums from both ends, because "total minus x_i" would keep the rounding of a
+  large x_i.
   """
   axis = x.ndim - 1
   end = jnp.zeros_like(x[..., :1])

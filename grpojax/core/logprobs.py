@@ -24,7 +24,7 @@ class TokenLogprobs(NamedTuple):
   entropy: Float[Array, "_ _ S"]  # of the distribution of each token
   load: Any = None  # a `load_balancing.ExpertLoad`
   kl: Float[Array, "_ _ S"] | None = None  # KL(policy || reference)
-  hidden: Float[Array, "_ _ S D"] | None = None  # of the token before
+  hidden: Float[Array, "_ _ S D"] | None = None  # predicts the token
 
 
 class Reference(NamedTuple):
@@ -32,7 +32,7 @@ class Reference(NamedTuple):
 
   lm: LM  # prepared for a forward pass (`LM.prepared`)
   params: Params  # prepared with it
-  hidden: Float[Array, "B G S D"]  # as `TokenLogprobs.hidden`
+  hidden: Float[Array, "B G S D"]  # like `TokenLogprobs.hidden`
 
 
 def completion_hidden(
@@ -103,7 +103,7 @@ def _logprob_and_entropy(
   """Returns log-probabilities of `ids` under softmax(logits), and entropies.
 
   Derivatives with respect to a logit z_v: [v = id] - p_v and, of the entropy,
-  -p_v (log p_v + entropy) if `entropy_gradient`. Their transpose is one pass.
+  -p_v (log p_v + entropy) if `entropy_gradient`.
   """
   return _logprob_entropy_lse(logits, ids)[:2]
 
@@ -113,7 +113,7 @@ def _logprob_and_entropy_jvp(entropy_gradient, primals, tangents):
   logits, ids = primals
   logprobs, entropy, lse = _logprob_entropy_lse(logits, ids)
   if entropy_gradient:
-    # The derivative reads it, and would recompute it from the logits.
+    # Without this name the derivative would recompute it from the logits.
     entropy = checkpoint_name(entropy, "entropy")
   chosen = jax.nn.one_hot(ids, logits.shape[-1], dtype=bool)
   log_p = logits - lse[..., None]
@@ -182,7 +182,7 @@ def _in_chunks(
   chunk_size: int,
   entropy_gradient: bool,
 ) -> tuple[Float[Array, "B G S"], ...]:
-  """Returns log-probabilities, entropies and KL divergences, by chunks."""
+  """Returns log-probabilities, entropies and KLs, computed chunk by chunk."""
   # A chunk has some tokens of every row, so that rows stay on their devices.
   b, g, s = ids.shape
   rows = b * g // math.prod(sample_cuts(b, g))  # per device
@@ -200,8 +200,8 @@ def _in_chunks(
     policy=jax.checkpoint_policies.save_only_these_names(*saved),
     prevent_cse=False,  # not needed under a scan
   )
-  def of_chunk(wide, hidden, ids, ref_hidden):
-    # The model's own formats; gradients return through this cast in float32.
+  def chunk_values(wide, hidden, ids, ref_hidden):
+    # Cast back to the model's formats; gradients pass this cast in float32.
     narrow = lambda x, like: x.astype(like.dtype) if _is_16_bit(like) else x
     logits = lm.unembed(jax.tree.map(narrow, wide, params), hidden)
     logits = checkpoint_name(logits, "logits")
@@ -211,9 +211,9 @@ def _in_chunks(
     if reference is None:
       return values
     # The reference's logits, too, exist for one chunk only.
-    behind = reference._replace(hidden=ref_hidden)
+    chunk = reference._replace(hidden=ref_hidden)
     return *values, _kl_divergence(
-      logits, _reference_logits(behind, logits.shape[-1], sampling)
+      logits, _reference_logits(chunk, logits.shape[-1], sampling)
     )
 
   # Gradients of 16-bit parameters add up over the chunks in float32.
@@ -229,7 +229,7 @@ def _in_chunks(
 
   # One chunk at a time; the results are [chunks, B, G, size].
   _, chunks = jax.lax.scan(
-    lambda _, chunk: (None, of_chunk(wide, *chunk)),
+    lambda _, chunk: (None, chunk_values(wide, *chunk)),
     None,
     jax.tree.map(to_chunks, (hidden, ids, ref_hidden)),
   )
@@ -275,13 +275,13 @@ def logprobs_and_load(
   """Computes log-probabilities, entropies and, with experts, their load.
 
   Logits and their gradients exist for `chunk_size` tokens per device (at least
-  one per row) and are recomputed in the backward pass, so they take a few
-  arrays of chunk_size x V float32. `sampling` is the distribution of the
-  tokens; the reference of the KL divergence has its temperature but not its
-  cuts. `positions` and `segments` are as in `LM.extend`, `load_weights` and
-  `replayed` (experts) as in `LM.has_experts`. With `flat`, an index of
-  the real tokens (see `LM.forward`), `segments` count the samples of all
-  prompts on a device; without it n is B.
+  one per row); several chunks are recomputed in the backward pass. So they take
+  a few arrays of chunk_size x V float32. `sampling` is the distribution of the
+  tokens; the reference has its temperature, but no top_k, top_p and min_p.
+  `positions` and `segments` are as in `LM.extend`, `load_weights` and
+  `replayed` (experts) as in `LM.has_experts`. With `flat`, an index of the real
+  tokens (see `LM.forward`), `segments` count the samples of all prompts on a
+  device; without it n is B.
 
   Returns float32 arrays [B, G, S] or, of flat tokens, [C, 1, N]. ValueError for
   a chunk_size below 1 or wrong prompts (`arguments.check_read_prompts`).

@@ -41,7 +41,7 @@ _AUTO = (AxisType.Auto,) * len(AXES)
 ROWS = (SLICE, "data", "fsdp", "expert")
 ACTIVATIONS = {
   "batch": ROWS,  # B
-  "group": ROWS,  # G: axes that do not divide B
+  "group": ROWS,  # G: takes axes that do not divide B
   "kv_heads": ("tensor",),  # K
   "query_heads": ("tensor",),  # R: if tensor does not divide K
   "mlp": ("tensor",),  # F
@@ -57,9 +57,9 @@ def make_mesh(
   tensor: int = 1,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """Makes a mesh of all devices with the axes `AXES`; -1 takes all that remain.
+  """Makes a mesh with axes `AXES`; -1 takes all remaining devices.
 
-  `data` includes the TPU slices (the axis `SLICE`), and is a multiple of them.
+  `data` includes the TPU slices (axis `SLICE`), so their number divides it.
   ValueError unless the axes multiply to the number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
@@ -85,7 +85,7 @@ def make_mesh(
       shape = tuple(sizes)
       return jax.make_mesh(shape, AXES, axis_types=_AUTO, devices=devices)
     except NotImplementedError:
-      # JAX needs whole axes of a torus: 8 x 8 chips, not fsdp=32 tensor=2.
+      # fsdp=32 tensor=2 on 8 x 8 chips splits a torus axis, which JAX refuses.
       placed = mesh_utils.create_device_mesh(
         sizes, devices, allow_split_physical_axes=True
       )
@@ -114,8 +114,8 @@ def sampling_mesh(
 ) -> Mesh:
   """Returns the mesh for sampling, on the mesh's devices or on `devices`.
 
-  `tensor` devices share each weight, 0 for as many as in training; data and
-  fsdp split only rows (see `LM.prepare`). ValueError if the devices cannot
+  Each weight is split over `tensor` devices (0: as many as in training); data
+  and fsdp split only rows (see `LM.prepare`). ValueError if the devices cannot
   be divided in this way.
   """
   tensor_name = "sampling_tensor" if tensor else "tensor"
@@ -155,7 +155,7 @@ def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 def runs_kernels() -> bool:
   """Returns True if each device can call kernels on its part of an array.
 
-  XLA cannot split them: this needs one device, or a mesh of only Auto axes.
+  XLA cannot split kernels: this needs one device, or a mesh of only Auto axes.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.axis_names:
@@ -168,7 +168,7 @@ def divide(
   allowed: Sequence[Sequence[str]],
   sizes: Mapping[str, int],
 ) -> list[tuple[str, ...]]:
-  """Assigns mesh axes, with these sizes, to the axes of an array.
+  """Assigns mesh axes of these `sizes` to the axes of an array.
 
   Each mesh axis splits the first array axis that it may split (`allowed`) and
   whose size it divides: data=2 splits 2 prompts of 8 samples along B, fsdp=4
@@ -179,7 +179,7 @@ def divide(
   for size, axes in zip(shape, allowed, strict=False):
     taken = []
     for axis in axes:
-      useless = free.get(axis) == 1 and taken  # size 1 is listed only alone
+      useless = free.get(axis) == 1 and taken  # size 1 splits nothing more
       if axis in free and size % free[axis] == 0 and not useless:
         # A mesh axis is used once, and the next must divide the rest of `size`.
         size //= free.pop(axis)
@@ -194,8 +194,8 @@ def _warn_of_other_axes(mesh: AbstractMesh) -> None:
   text = ", ".join(f"{name}={n} ({kind.name})" for name, n, kind in axes)
   warnings.warn(
     f"the mesh in context has the axes {text}, but grpojax splits arrays only "
-    f"along {', '.join(AXES)} of type Auto: unless you split them yourself, "
-    "every device does all the work. Use grpojax.make_mesh() or these names",
+    f"along {', '.join(AXES)} of type Auto, so every device does all the work. "
+    "Use grpojax.make_mesh() or these names, or split the arrays yourself",
     stacklevel=3,
   )
 
@@ -218,7 +218,7 @@ def activation_sharding(
 def constrain(x: Array, *names: str | None) -> Array:
   """Constrains an activation to its sharding on the mesh in context, if any.
 
-  `names`, from `ACTIVATIONS` or None, are those of its leading axes.
+  `names` (keys of `ACTIVATIONS`, or None) are the names of its leading axes.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not {SLICE, *AXES} & free_axes(mesh).keys():
@@ -334,7 +334,7 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
 
 
 def sample_cuts(prompts: int, group_size: int) -> tuple[int, int]:
-  """Returns the numbers of parts of B and G on the mesh in context."""
+  """Returns into how many parts the mesh in context splits B and G."""
   free = free_axes(jax.sharding.get_abstract_mesh())
   allowed = (ACTIVATIONS["batch"], ACTIVATIONS["group"])
   b, g = divide((prompts, group_size), allowed, free)
@@ -344,7 +344,7 @@ def sample_cuts(prompts: int, group_size: int) -> tuple[int, int]:
 def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
   """Raises ValueError for batches that the row axes cannot split evenly.
 
-  `rows` are numbers of prompts, by the name of the batch in the error.
+  `rows` has the number of prompts of each batch, under its name for the error.
   """
   for name, count in rows.items():
     cut = divide((count, group_size), (ROWS, ROWS), mesh.shape)

@@ -35,8 +35,8 @@ from grpojax.core.options import (
 )
 
 OLD_LOGPROBS = ("rollout", "trainer")
-"""Origin of the old log-probabilities, the ratios' denominators: the rollout,
-or another forward pass of the training program."""
+"""Sources of the old log-probabilities, the ratios' denominators. `rollout`:
+sampling; `trainer`: another forward pass of the training program."""
 
 
 @frozen_options
@@ -49,7 +49,9 @@ class Objective:
   advantage: str | Callable[..., Array] = option(
     "leave_one_out", "advantage estimator", ADVANTAGES
   )
-  subset_size: int = one_or_more(2, "k of max_at_k, min_at_k and max_rl")
+  subset_size: int = one_or_more(
+    2, "subset size k of max_at_k, min_at_k and max_rl"
+  )
   score_power: float = positive(
     2.0, "power of the weights of score_weighted and optimal_token_baseline"
   )
@@ -63,7 +65,7 @@ class Objective:
     0.2, "clipped: upper bound of the ratio is 1 + this"
   )
   dual_clip: float = not_negative(
-    0.0, "clipped: ratio bound (over 1) for negative advantages; 0 = off"
+    0.0, "clipped: for negative advantages, bound of the ratio (> 1); 0 = off"
   )
   cispo_min: float = option(
     0.0, "cispo: lower bound of the ratio (1 on-policy)", within="[0, 1]"
@@ -73,20 +75,20 @@ class Objective:
   )
   dppo_low: float = not_negative(
     0.2,
-    "dppo_tv: largest fall of a probability; dppo_kl: KL of a fall, in nats",
+    "dppo_tv: largest fall of a probability; dppo_kl: its largest KL, in nats",
   )
   dppo_high: float = not_negative(
     0.2,
-    "dppo_tv: largest rise of a probability; dppo_kl: KL of a rise, in nats",
+    "dppo_tv: largest rise of a probability; dppo_kl: its largest KL, in nats",
   )
   dppo_ratio_max: float = one_or_more(
     20.0, "dppo_tv, dppo_kl: upper bound of the ratio"
   )
   dro_beta: float = not_negative(0.1, "dro: weight of the squared log-ratio")
   gmpo_clip_low: float = not_negative(
-    0.4, "gmpo: log-ratios down to minus this"
+    0.4, "gmpo: lower bound of log-ratios is minus this"
   )
-  gmpo_clip_high: float = not_negative(0.4, "gmpo: log-ratios up to this")
+  gmpo_clip_high: float = not_negative(0.4, "gmpo: upper bound of log-ratios")
   sapo_temperature_pos: float = positive(
     1.0, "sapo: temperature of positive advantages"
   )
@@ -106,14 +108,14 @@ class Objective:
   )
   top_entropy_quantile: float = option(
     1.0,
-    "share of tokens, by highest entropy, in the loss; 1 is all",
+    "share of tokens in the surrogate, those of highest entropy; 1 = all",
     within="[0, 1]",
   )
   entropy_coef: float = not_negative(
     0.0, "coefficient of an entropy bonus; 0 = off"
   )
   entropy_target: float = not_negative(
-    0.0, "target entropy in nats per token, adapts the coefficient; 0 = off"
+    0.0, "target entropy (nats per token) of an adaptive coefficient; 0 = off"
   )
   entropy_coef_delta: float = not_negative(
     0.005, "change of the adaptive coefficient per update"
@@ -127,31 +129,30 @@ class Objective:
   )
   ratio: str | Callable[..., Array] = option(
     "token_ratio",
-    "importance ratio to the policy that sampled: per token, per completion "
-    "(GSPO), or the product over a completion",
+    "importance ratio to the policy that sampled; token_ratio: of a token; "
+    "sequence_ratio: geometric mean over a completion (GSPO); "
+    "trajectory_ratio: product over a completion",
     RATIOS,
   )
   old_logprobs: str = option(
     "rollout",
-    "source of the ratio's denominator if a step has several updates; trainer "
-    "takes an additional forward pass",
+    "source of the ratio's denominator if a step has several updates; rollout: "
+    "sampling; trainer: an additional forward pass",
     OLD_LOGPROBS,
   )
   correction: str = option(
     "none",
-    "weights of the losses, pi_trainer / pi_rollout: truncated or masked, per "
-    "token or sequence; geometric_mask only drops sequences, by mean weight",
+    "weights pi_trainer / pi_rollout in the loss; truncate: clip to bounds; "
+    "mask: 0 out of bounds; geometric_mask: drop sequences by mean weight",
     CORRECTIONS,
   )
   correction_low: float = option(
     0.0,
-    "lower bound of these weights (1 without mismatch); 0 is off",
+    "lower bound of the correction's weights (1 without mismatch); 0 = off",
     within="[0, 1]",
   )
   correction_high: float = not_negative(
-    3.0,
-    "upper bound of these weights (at least 1, the weight without mismatch); "
-    "0 is off",
+    3.0, "upper bound of the correction's weights (at least 1); 0 = off"
   )
   off_policy_threshold: float = not_negative(
     0.0,
@@ -160,12 +161,12 @@ class Objective:
   )
   truncated: str = option(
     "keep",
-    "completions cut off at their budget: keep; mask (not in the loss); or "
-    "drop (also not in the group's baseline)",
+    "completions cut off at their budget; keep: use them; mask: leave them out "
+    "of the loss; drop: also leave them out of the group's baseline",
     TRUNCATED,
   )
   weighting: str | Callable[[Array], Array] = option(
-    "token_mean", "weights of tokens by completion length", WEIGHTINGS
+    "token_mean", "how token weights depend on completion length", WEIGHTINGS
   )
   kl: str = option(
     "k3",
@@ -174,7 +175,10 @@ class Objective:
     sorted({kl for kls in PLACEMENTS.values() for kl in kls}),
   )
   kl_placement: str = option(
-    "loss", "place of the KL term: in the loss or in the reward", PLACEMENTS
+    "loss",
+    "place of the KL term; loss: in the loss; ratio: in the loss, times the "
+    "token ratio; reward: a penalty in the reward",
+    PLACEMENTS,
   )
   beta: float = not_negative(
     0.0,
@@ -218,7 +222,7 @@ class Objective:
 
   @property
   def one_advantage_for(self) -> str:
-    """Reason to have one advantage per completion; "" for none."""
+    """Why the loss needs one advantage per completion; "" if it does not."""
     if self.ratio == "sequence_ratio" or self.surrogate == "gmpo":
       return (
         "sequence_ratio and gmpo average over a trajectory: use another ratio "
@@ -240,7 +244,7 @@ class Objective:
 
   @property
   def has_entropy_bonus(self) -> bool:
-    """True if entropy is part of the loss, at least at times."""
+    """True if entropy is part of the loss, at least in some updates."""
     return self.entropy_coef > 0 or self.entropy_target > 0
 
   @property
@@ -274,7 +278,7 @@ def _unread_by_surrogate(objective: Objective) -> list[str]:
 
 
 def advantage_fn(objective: Objective) -> Callable[..., Array]:
-  """Returns rewards [..., G] -> advantages [..., G]; see `core.advantages`."""
+  """Returns the function from rewards [..., G] to advantages [..., G]."""
   return bind(
     _function(objective.advantage, ADVANTAGES),
     k=objective.subset_size,
@@ -311,5 +315,5 @@ def loss_fn(objective: Objective) -> Callable[..., Any]:
 def weighting_fn(
   objective: Objective, max_new_tokens: int
 ) -> Callable[[Array], Array]:
-  """Returns mask [B, G, T] -> weights of tokens; see `core.losses`."""
+  """Returns the function from a mask [B, G, T] to weights of tokens."""
   return bind(_function(objective.weighting, WEIGHTINGS), length=max_new_tokens)

@@ -1,8 +1,8 @@
 """Optimizers and learning-rate schedules by name, from optax.
 
-`SCHEDULES`: (peak learning rate, updates after the warm-up) -> an optax
-schedule after the warm-up. `OPTIMIZERS`: (*, b1, b2, moments_dtype, seed) -> a
-scaling of gradients before the learning rate.
+`SCHEDULES` has functions (peak learning rate, updates after the warm-up) -> an
+optax schedule for these updates. `OPTIMIZERS` has functions (*, b1, b2,
+moments_dtype, seed) -> an optax scaling of gradients before the learning rate.
 """
 
 import jax
@@ -20,7 +20,7 @@ SCHEDULES = {
 
 
 def decays(params: PyTree) -> PyTree:
-  """True for parameters with weight decay: no "norm" or "bias" in their path.
+  """True for parameters to decay: those without "norm" or "bias" in their path.
 
   This is transformers' rule.
   """
@@ -32,15 +32,15 @@ def decays(params: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(has_decay, params)
 
 
-# Not the number of any step: other draws use fold_in(key, step).
+# No step has this number, so no other draw, fold_in(key, step), has this key.
 _ROUNDING = 2**31 - 1
 
 MOMENTS = ("float32", "bfloat16")
-"""Formats of Adam's two moments between updates, `optim.moments_dtype`."""
+"""Formats of Adam's two moments between updates (`optim.moments_dtype`)."""
 
-# bfloat16 has 8 significant bits: rounded to nearest, a second moment with b2 =
-# 0.999 moves by less than half the distance between two numbers, and stalls.
-# Rounded at random it follows the float32 moment on average (arXiv 1502.02551,
+# bfloat16 has 8 significant bits. With b2 = 0.999 a second moment moves by less
+# than half the distance between two numbers, so rounding to nearest stalls it.
+# Random rounding follows the float32 moment on average (arXiv 1502.02551,
 # section 3.1; arXiv 2010.06192).
 
 _INFINITY = 0x7F80  # bits of bfloat16's infinity, without the sign
@@ -63,9 +63,9 @@ def stochastic_round(
   x = x.astype(jnp.float32)
   word = jax.lax.bitcast_convert_type(x, jnp.uint32)
   upper = (word + bits.astype(jnp.uint32)) >> 16
-  upper -= (upper & 0x7FFF) == _INFINITY  # back to the largest number
+  upper -= (upper & 0x7FFF) == _INFINITY  # the largest number instead
   rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
-  # The sum could carry a nan into the sign, or cut off all of its set bits.
+  # Adding bits could change inf or nan, so these are converted as they are.
   return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
@@ -81,14 +81,13 @@ def scale_by_rounded_adam(
   inner = optax.scale_by_adam(b1, b2)
 
   def init(params):
-    return _narrow(inner.init(params), jnp.bfloat16)
+    return _cast(inner.init(params), jnp.bfloat16)
 
   def update(updates, state, params=None):
-    # A key per update, from which each array gets its own.
+    # One key per update, from which each array's key is derived.
     count_key = jax.random.fold_in(key, state.count)
-    updates, new = inner.update(
-      optax.tree.cast(updates, jnp.float32), _narrow(state, jnp.float32), params
-    )
+    gradients = optax.tree.cast(updates, jnp.float32)
+    updates, new = inner.update(gradients, _cast(state, jnp.float32), params)
     leaves, structure = jax.tree.flatten(new.mu)
     words = structure.unflatten(  # 32 random bits for both moments
       jax.random.bits(jax.random.fold_in(count_key, i), x.shape, jnp.uint32)
@@ -108,7 +107,7 @@ def scale_by_rounded_adam(
   return optax.GradientTransformation(init, update)
 
 
-def _narrow(state, dtype):
+def _cast(state, dtype):
   mu, nu = optax.tree.cast((state.mu, state.nu), dtype)
   return state._replace(mu=mu, nu=nu)
 
@@ -134,7 +133,7 @@ def adafactor(
   An array has a second moment per row and per column of its two largest
   dimensions if both have at least 128 elements, else one per element. The decay
   at update t is 1 - t**-0.8, but at most `b2` (arXiv 2106.04560). An array's
-  update (a stack of layers is an array) is divided by its root mean square if
+  update (a stack of layers is one array) is divided by its root mean square if
   that exceeds 1.
   """
 

@@ -39,7 +39,7 @@ class Option:
 
 
 def option(default: Any, text: str, *args: Any, **kwargs: Any) -> Any:
-  """Declares a dataclass field as an `Option` with these arguments."""
+  """Declares a dataclass field; the arguments are those of `Option`."""
   metadata = {"option": Option(default, text, *args, **kwargs)}
   return dataclasses.field(default=default, metadata=metadata)
 
@@ -148,7 +148,7 @@ def refuse(errors: Sequence[str]) -> None:
 def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
   """Suggests a name in the TypeError for an unknown keyword argument.
 
-  If a default has such an option, names it: `beta` of `objective=Objective()`.
+  If it is an option in a parameter's default, the error names that parameter.
   """
   parameters = inspect.signature(function).parameters
   title = function.__qualname__.removesuffix(".__init__")

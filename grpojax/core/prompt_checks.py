@@ -1,7 +1,7 @@
 """Checks of prompts, when they are made and when a model reads them.
 
 Shapes and dtypes are always checked, values only if this process can read them:
-tracers, shapes and arrays of other processes pass.
+tracers, shapes and arrays of other processes pass unchecked.
 """
 
 from typing import Any
@@ -71,8 +71,8 @@ def check_fields(ids: Any, mask: Any, targets: Any, weights: Any) -> None:
     if is_readable(leaf) and leaf.shape[: len(batch)] != batch:
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise ValueError(
-        f"{name} has the shape {leaf.shape}: its first axis must be the "
-        f"prompts', {batch}"
+        f"{name} has the shape {leaf.shape}: its first axes must be those of "
+        f"the prompts, {batch}"
       )
 
 
@@ -85,7 +85,7 @@ def check_ids(ids: Values, mask: Values, vocab_size: int) -> None:
   if wrong.size:
     raise ValueError(
       f"prompt_ids[{_index(wrong[0])}] = {ids[tuple(wrong[0])]} is outside the "
-      f"model's vocabulary, 0 to {vocab_size - 1}"
+      f"model's vocabulary, 0 to {vocab_size - 1}: use the model's tokenizer"
     )
 
 

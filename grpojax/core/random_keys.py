@@ -1,8 +1,8 @@
 """Random keys, always threefry whatever JAX's default implementation is.
 
-Under `jax.vmap` "rbg" and "unsafe_rbg", a usual default on TPUs, draw all rows
-from the first row's key. Here each sample has its own key, so its tokens do not
-depend on the rest of the batch.
+Each sample has its own key, so its tokens do not depend on the rest of the
+batch. "rbg" and "unsafe_rbg", a usual default on TPUs, would break this: under
+`jax.vmap` they draw all rows from the first row's key.
 """
 
 import functools
@@ -23,8 +23,8 @@ def seed_key(seed: int | Array) -> Key[Array, ""]:
 def random_key(key: Any) -> Key[Array, ""]:
   """Converts a key of any implementation to a threefry key.
 
-  Threefry keys stay, wrapped or as two words; the words of other keys (rbg) are
-  folded together. ValueError unless it is a single key.
+  Threefry keys, typed or as two words, stay the same; the words of other keys
+  (rbg) are folded together. ValueError unless it is a single key.
   """
   dtype = getattr(key, "dtype", None)
   typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

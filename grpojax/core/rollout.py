@@ -27,7 +27,7 @@ def completion_mask(
 ) -> Bool[Array, "*n T"]:
   """Returns the mask of completions sampled by another engine.
 
-  True up to and including the first end; all True without an end.
+  It is True up to and including the first EOS or stop string, if any.
   """
   ends = ends_lib.on_device(read_ends(eos_ids))
   ids = jnp.moveaxis(ids, -1, 0)
@@ -38,7 +38,7 @@ def completion_mask(
 
   _, is_end = jax.lax.scan(read, ends_lib.first_state(ends, ids[0]), ids)
   is_end = jnp.moveaxis(is_end, 0, -1)
-  # The number of ends before each token, which is 0 up to the first end.
+  # A token is part of the completion if the number of ends before it is 0.
   return jnp.cumsum(is_end, axis=-1) - is_end == 0
 
 
@@ -71,14 +71,14 @@ def rollout(
     group_size: G, completions per prompt.
     max_new_tokens: T, the longest completion, EOS and observations included.
     eos_ids: Ids that end a completion or a turn, as its last token; or `Ends`.
-    pad_id: Id after the end; may equal an EOS.
+    pad_id: Id that fills a row after its end; may equal an EOS.
     sampling: Distribution of the tokens.
     budgets: Maximum tokens of each sample, up to T; None means T for all.
     first_prompt: Index of the first prompt in the whole batch, if `prompts` are
       a part of it: all parts together give the samples of the whole batch.
     environment: Environment that answers after each turn.
-    record_experts: Records the experts of each token in each layer, a byte per
-      expert, for an objective with `router_replay`.
+    record_experts: Records the experts of each token in each layer, for an
+      objective with `router_replay`.
 
   Raises:
     ValueError: an argument is invalid (`arguments.check_read_prompts`,
@@ -100,7 +100,7 @@ def rollout(
     )
   if budgets is not None and budgets.shape != (b, g):
     raise ValueError(f"budgets has shape {budgets.shape}, not {(b, g)} (B, G)")
-  # Run the prompts, in the model prepared for decoding.
+  # Prepare the model for decoding, then run the prompts.
   keys = loops.sample_keys(key, (b, g), first_prompt)
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   limit = loops.token_limits(prompts, jnp.minimum(limit, t_max))
@@ -111,7 +111,7 @@ def rollout(
   samples = loops.no_samples(limit, t_max, pad_id, ends, prompt_experts)
   if environment:
     targets = prompts.targets
-    # Only the shape: the environment's ids must be below V.
+    # Trace the head to learn V: the environment's ids must be below it.
     logits = jax.eval_shape(lm.unembed, params, prefix.last_hidden)
     environment = environment_lib.checked(
       environment, targets, b, t_max, logits.shape[-1]

@@ -1,7 +1,7 @@
 """A GRPO step as pure functions.
 
-`rollout` -> rewards -> `make_batch` -> `make_update`'s update; or, with a
-jittable reward, the whole step as a single jittable function: `make_grpo_step`.
+A step is `rollout` -> rewards -> `make_batch` -> the update of `make_update`.
+With a jittable reward, `make_grpo_step` makes it a single jittable function.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from grpojax.core.update import Metrics, UpdateOptions, make_update
 def init_state(
   params: Params, tx: optax.GradientTransformation, key: Array
 ) -> TrainState:
-  """State before the first step; ValueError for arguments it cannot use."""
+  """State before the first step; ValueError for unusable params, tx or key."""
   arguments.check_params(params)
   opt_state = arguments.init_optimizer(tx, params)
   # Donating the state needs a separate buffer per counter.
@@ -39,7 +39,7 @@ def init_state(
 
 
 def diagnosis_key(state: TrainState) -> Key[Array, ""]:
-  """Random key of a step's diagnosis, different from all sampling keys."""
+  """Random key for a step's diagnosis, different from all sampling keys."""
   # Sampling folds in the step, which is not negative.
   return jax.random.fold_in(state.key, -1 - state.step)
 
@@ -65,20 +65,20 @@ def make_grpo_step(
   """Makes a whole GRPO step as a pure function: sample, reward, update.
 
   Jit it (donating the state), scan it over prompts, vmap it over states, or
-  compile it ahead of time. Its rows are not packed (`core.packing`).
+  compile it ahead of time. It does not pack completions (`core.packing`).
 
   `reward_fn` is jittable: `(rollout, targets of the prompts) -> rewards [B, G]`
   or, with an environment, also [B, G, K] of turns (`environment.returns`).
   `group_size` is G; completions have at most `max_new_tokens`, the EOS
   included. `eos_ids` is an id or several. `diagnose` is `(params, rollout,
-  rewards, key) -> metrics` under the policy that sampled
-  (`statistics.diagnostics`), with rewards of whole trajectories. For
+  rewards, key) -> metrics` (see `statistics.diagnostics`): it gets the
+  parameters that sampled and the rewards of whole trajectories. For
   `environment` see `rollout`, for `credit` see `make_batch`; `ref_lm` is the
   reference's model, if it is not `lm`.
 
   Returns `step(state, prompts, ref_params=None) -> (state, metrics)`.
-  ValueError for a credit that does not go with the objective and, when the step
-  is called, for `eos_ids` outside the vocabulary.
+  ValueError if the objective does not support the credit and, when the step is
+  called, for `eos_ids` outside the vocabulary.
   """
   check_credit(credit, objective, environment is not None)
   update_policy = make_update(lm, tx, objective, update, sampling, ref_lm)
@@ -127,7 +127,7 @@ def make_grpo_step(
     metrics = rollout_metrics(samples, rewards, in_baseline)
     if diagnose is not None:
       metrics |= diagnose(state.params, samples, rewards, diagnosis_key(state))
-    if credit != "trajectory":  # equal trajectories may have unequal turns
+    if credit != "trajectory":  # equal sums may hide unequal turns
       real = jnp.any(prompts.prompt_mask, axis=-1)
       learned = jnp.any(batch.advantages != 0, axis=(1, 2))
       equal = jnp.sum(real & ~learned) / jnp.maximum(jnp.sum(real), 1)

@@ -11,14 +11,14 @@ after the end):
 
 | credit         | advantage of turn k of sample i                             |
 |----------------|-------------------------------------------------------------|
-| `trajectory`   | an advantage of R_i0, the same for all its turns            |
+| `trajectory`   | the objective's advantage of R_i0, the same for all turns   |
 | `turn`         | R_ik - mean_{j != i} R_jk                                   |
 | `turn_reached` | R_ik - mean of R_jk over j != i with a turn k; R_ik if none |
 
 All are unbiased for the gradient of E[R_0] with a `leave_one_out` advantage and
 weights that do not depend on the trajectory (`fixed_length`, `sequence_sum`).
-With `token_mean` they differ by O(1 / N) for N trajectories, with
-`sequence_mean` for any N (docs/theory.md, "Several turns").
+With other weightings their means differ: by O(1 / N) for N trajectories with
+`token_mean`, for any N with `sequence_mean` (docs/theory.md, "Several turns").
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ def turn_advantages(
 ) -> Float[Array, "B G T"]:
   """Returns the advantage of each sampled token (module table), 0 elsewhere.
 
-  A trajectory with a nonfinite reward takes no part. Tokens of turns from K on
+  Trajectories with a nonfinite reward are left out. Tokens of turns from K on
   get nan, so that no update uses them. ValueError if G < 2.
   """
   if rewards.shape[1] < 2:
@@ -94,7 +94,7 @@ def turn_advantages(
     # After its end a trajectory has 0, or nan if one of its rewards is missing.
     to_go = jnp.where(reached | ~complete, to_go, 0.0)
   else:
-    to_go = jnp.where(reached, to_go, jnp.nan)  # takes no part
+    to_go = jnp.where(reached, to_go, jnp.nan)  # left out of the mean
   to_go = jnp.swapaxes(to_go, 1, 2)  # [B, K, G]
   # Each turn is compared with the same turn of the group's other samples.
   advantages = minus_others(to_go)
@@ -104,14 +104,14 @@ def turn_advantages(
     alone = present(to_go) & (count == 1)
     advantages = jnp.where(alone, to_go, advantages)
   # Look up each token's turn: 0 stands in for -1, and K or more gives nan.
-  of_tokens = jnp.take_along_axis(
+  token_advantages = jnp.take_along_axis(
     jnp.swapaxes(advantages, 1, 2),
     jnp.maximum(rollout.turns, 0),
     axis=-1,
     mode="fill",
     fill_value=jnp.nan,
   )
-  return jnp.where(rollout.sampled, of_tokens, 0.0)
+  return jnp.where(rollout.sampled, token_advantages, 0.0)
 
 
 def trajectories(
@@ -122,7 +122,7 @@ def trajectories(
   pad_id: int = 0,
   finished: Any = None,
 ) -> Rollout:
-  """Returns a rollout for `make_batch` of trajectories sampled elsewhere.
+  """Converts trajectories sampled elsewhere to a rollout for `make_batch`.
 
   Args:
     prompts: B prompts, each shared by the G trajectories of its group.
@@ -153,7 +153,9 @@ def trajectories(
   longest = max(len(ids) for ids, *_ in rows)
   t = longest if length is None else length
   if not isinstance(t, int) or longest > t:
-    raise ValueError(f"a trajectory has {longest} tokens, over length = {t}")
+    raise ValueError(
+      f"length = {t!r}: must be an int of at least {longest} tokens, or None"
+    )
   # Pad the trajectories, samples of all groups in one axis.
   ids = np.full((b * g, t), pad_id, np.int32)
   turns = np.full((b * g, t), -1, np.int32)
@@ -220,7 +222,7 @@ def _row(segments: Any, where: str):
         f"{where}[{i}].reward must be a number, not {segment.reward!r}"
       )
     ids.extend(new)
-    # An observation: no turn, no log-probabilities, and no reward of its own.
+    # An observation has no turn, log-probabilities or reward.
     if segment.logprobs is None:
       if segment.reward:
         raise ValueError(
@@ -240,7 +242,7 @@ def _row(segments: Any, where: str):
         f"{where}[{i}].logprobs must be {len(new)} log-probabilities (per id), "
         f"finite and at most 0, not {segment.logprobs!r}"
       )
-    # A turn: its number is that of the rewards so far.
+    # A turn's number is the number of rewards so far.
     turns.extend([len(rewards)] * len(new))
     logprobs.extend(np.minimum(logps, 0.0))
     rewards.append(segment.reward)

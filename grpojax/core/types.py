@@ -43,7 +43,7 @@ class Prefix:
 
   last_hidden: Float[Array, "B D"]  # predicts the first completion token
   length: Int[Array, "B"]  # number of real tokens of each prompt
-  state: Any  # other inputs of the model's `extend`
+  state: Any  # other inputs of `LM.extend`, such as keys and values
   experts: Integer[Array, "B P X"] | None = None  # of the tokens, if recorded
 
 
@@ -91,14 +91,14 @@ class LM(NamedTuple):
       [B, ...] over the prompts of a prefix; or None.
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
       once the work that each token would repeat (casts, tables of positions,
-      gathering of split parameters), for a rollout of at most `longest` tokens
-      per row, prompt included, in the formats of `Sampling.formats` or, if
+      gathering of split parameters). It prepares for a rollout of at most
+      `longest` tokens per row, prompt included, in `Sampling.formats`; if
       `longest` is None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> ForwardOutput`, or None: `prefill` and
-      `extend` (without a cache) in one. With `flat`, a `flat_tokens.FlatTokens`
-      of prompts [B, P] and of rows [n, 1, S] of one prompt each, `hidden` is
-      [C, 1, N, D] of the rows' tokens; else [B, G, S, D].
+      `extend` (without a cache) in one. `flat` is a `flat_tokens.FlatTokens` of
+      prompts [B, P] and rows [n, 1, S], one prompt per row; `hidden` is then
+      [C, 1, N, D], the rows' real tokens, else [B, G, S, D].
     has_experts: True for a mixture of experts, whose functions take more
       options. `prefill` and `extend` (with a cache) return the experts of each
       token if `record=True`: X numbers, layer by layer. `forward` takes
@@ -128,11 +128,13 @@ class LM(NamedTuple):
   def prepared(
     self, params: Params, *, longest: int | None, **formats: str
   ) -> tuple["LM", Params]:
-    """Calls `prepare`, if any; ValueError for formats without it."""
+    """Calls `prepare`, if any; ValueError for formats that need it."""
     if self.prepare is None:
       if formats:
         names = ", ".join(f"{name}={x}" for name, x in formats.items())
-        raise ValueError(f"sampling with {names} needs a model with LM.prepare")
+        raise ValueError(
+          f"this model has no LM.prepare: sample without {names}"
+        )
       return self, params
     return self.prepare(params, longest, **formats)
 
@@ -159,7 +161,7 @@ class Prompts:
     check_fields(*vars(self).values())
 
   def replace(self, **changes: Any) -> "Prompts":
-    """Returns prompts with new values of these fields."""
+    """Returns a copy in which these fields are changed."""
     return dataclasses.replace(self, **changes)
 
 
@@ -224,9 +226,9 @@ class Batch:
   """Data of a policy update; prompts, ids and experts are the rollout's.
 
   Attributes:
-    completion_mask: `Rollout`'s; False on observations and on completions
-      without a reward or left out as cut off (`core.losses.truncation`).
-    advantages: per completion or, of turns, per token; constants.
+    completion_mask: True on sampled tokens, but False on completions without a
+      reward, and on truncated ones left out (`core.losses.truncation`).
+    advantages: per completion or per token; they have no gradient.
     old_logprobs: log-probabilities under the policy that sampled, computed by
       the rollout or the trainer; None means exactly on-policy (the ratio is 1).
     ref_logprobs: log-probabilities under the reference policy, or None.
@@ -235,7 +237,7 @@ class Batch:
     rollout_logprobs: `logprobs` of `Rollout`, for the mismatch and corrections.
     packing: a `packing.Packing`; None computes padding too, [B, G, T].
     sample_weights: `Prompts.weights` of each completion; None is 1.
-    experts: experts to be replayed; None lets routers choose.
+    experts: experts to replay; None lets routers choose.
   """
 
   prompt_ids: Int[Array, "B P"]

@@ -19,12 +19,10 @@ from grpojax.core.gradients import (
   in_float32,
   minibatch_gradient,
 )
-from grpojax.core.losses import entropy as entropy_lib
-from grpojax.core.losses import rollout_correction, surrogates
+from grpojax.core.losses import entropy, rollout_correction, surrogates
 from grpojax.core.objective import Objective, weighting_fn
 from grpojax.core.options import frozen_options, one_or_more, option, refuse
-from grpojax.core.packing import micro_batches as micro_batches_lib
-from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
+from grpojax.core.packing import micro_batches
 from grpojax.core.types import LM, Batch, Params, TrainState
 
 OVER_UPDATES = {
@@ -39,7 +37,7 @@ OVER_UPDATES = {
 
 @frozen_options
 class UpdateOptions:
-  """Split of a rollout into optimizer updates, and of these into parts."""
+  """Options of an update: its epochs, minibatches, micro-batches and limits."""
 
   epochs: int = option(
     1, "passes over a step's completions", within="[1, 2**31)"
@@ -47,12 +45,12 @@ class UpdateOptions:
   minibatches: int = one_or_more(1, "optimizer updates per pass")
   micro_batches: int = one_or_more(
     1,
-    "parts of a minibatch, whose gradients are summed; packing may use fewer "
-    "parts, none of them larger than without it",
+    "parts of a minibatch, whose gradients are summed to save memory; packing "
+    "may use fewer parts that are not larger",
   )
   max_grad_norm: float = option(
     math.inf,
-    "gradients are scaled down to this norm; a large number turns clipping off",
+    "largest norm, to which gradients are scaled down; a large number = off",
     within="(0, inf]",
   )
   chunk_size: int = option(
@@ -73,11 +71,11 @@ def off_policy_conflicts(
 ) -> dict[str, str]:
   """Reasons why a rollout of another policy would bias the gradient.
 
-  Keys are the objective's options to be changed. A rollout in other formats, or
-  (`ahead`) of the parameters before the last update, needs weights of its
-  samples: a correction or, with several updates, ratios to the rollout's
-  log-probabilities (not with `dro`). Advantages of subsets of a group
-  (`advantages.OF_SUBSETS`) do not take weights of single samples.
+  Keys are the objective's options to change. A rollout in int8 or, if `ahead`,
+  with the parameters before the last update needs importance weights: a
+  correction or, with several updates, ratios to the rollout's log-probabilities
+  (not with `dro`). Advantages of subsets of a group (`advantages.OF_SUBSETS`)
+  do not take weights of single samples.
   """
   # Differences between the rollout's policy and the update's
   to_rollout = objective.old_logprobs == "rollout"
@@ -111,7 +109,7 @@ def off_policy_conflicts(
       f"samples {origin} are not the policy's own: use token_truncate or "
       "another correction, or sample without int8 and sampling.ahead"
     )
-  # In these cases the penalty uses the rollout's log-probabilities.
+  # True if the penalty is computed from the rollout's log-probabilities.
   penalty_of_rollout = options.on_policy or to_rollout
   if (samples or weighs) and objective.kl_in_reward and penalty_of_rollout:
     reasons["kl_placement"] = (
@@ -165,9 +163,9 @@ def make_update(
   minibatches from the state's key and step (`draw_orders`). Token weights, the
   selection of tokens by entropy and the balance of experts are computed over a
   whole minibatch, so micro-batches (`packing`) affect only memory; with several
-  of them, selection and balance take an additional forward pass. The rollout is
-  sampled as in `sampling`; an adaptive entropy bonus has its control in the
-  state. For an exact KL term `ref_params` (and `ref_lm`) are those of
+  of them, selection and balance take an additional forward pass. `sampling` is
+  the distribution of the rollout. An adaptive entropy bonus keeps its control
+  in the state. For an exact KL term pass the `ref_params` and `ref_lm` of
   `make_batch`; only `LM.unembed` reads them.
 
   Returns a pure `update(state, batch, ref_params=None) -> (state, metrics)`.
@@ -181,9 +179,9 @@ def make_update(
   trainer)), and the shares `rollout_effective_samples`,
   `rollout_clip_fraction_low` and `_high`.
 
-  ValueError for `off_policy_conflicts`, or balanced experts of a model without
-  experts; when called, if minibatches do not divide B, or for several updates
-  without old log-probabilities.
+  ValueError for `off_policy_conflicts` and for `router_aux_coef` of a model
+  without experts; when called, if minibatches do not divide B, and for several
+  updates without old log-probabilities.
   """
   conflicts = off_policy_conflicts(objective, options, sampling).items()
   refuse([f"{k} = {getattr(objective, k)!r}: {why}" for k, why in conflicts])
@@ -191,7 +189,7 @@ def make_update(
 
   def update_minibatch(terms: LossTerms, state: TrainState, batch: Batch):
     # Gradient over the whole minibatch, then one optimizer update
-    coefficient = entropy_lib.coefficient(objective, state.entropy)
+    coefficient = entropy.coefficient(objective, state.entropy)
     weighting = weighting_fn(objective, batch.completion_ids.shape[-1])
     weights = weighting(batch.completion_mask)
     gradient = minibatch_gradient(
@@ -204,9 +202,9 @@ def make_update(
       logged = {"entropy_coefficient": jnp.asarray(coefficient)}
       metrics.append({"mean": logged})
       no_tokens = ~jnp.any(batch.completion_mask)  # hence no entropy
-      entropy = jnp.sum(gradient.mean_entropy)
+      mean = jnp.sum(gradient.mean_entropy)
       skip = applied["sum"]["skipped_updates"] | no_tokens
-      control = entropy_lib.adapt(objective, state.entropy, entropy, skip)
+      control = entropy.adapt(objective, state.entropy, mean, skip)
       state = state.replace(entropy=control)
     return state, {
       reduction: {
@@ -218,7 +216,7 @@ def make_update(
   def update(state: TrainState, batch: Batch, ref_params: Params | None = None):
     _check_batch(batch, options)
     terms = plain
-    # Without them `logprobs` has no KL; a loss with beta raises an error.
+    # Without the reference there is no KL, and the loss raises an error.
     missing = ref_params is None or batch.ref_hidden is None
     if objective.has_exact_kl and not missing:
       terms = plain.with_reference(ref_lm or lm, ref_params, batch.ref_hidden)
@@ -228,8 +226,10 @@ def make_update(
 
     def update_epoch(state: TrainState, order):
       # [minibatches, B / minibatches, ...]: row i of each block to minibatch i.
-      rows = batch if order is None else reorder_rows(batch, order)
-      rows = micro_batches_lib.split_rows(rows, minibatches)
+      rows = batch
+      if order is not None:
+        rows = micro_batches.reorder_rows(batch, order)
+      rows = micro_batches.split_rows(rows, minibatches)
       return jax.lax.scan(step_minibatch, state, rows)
 
     if epochs == 1:
@@ -240,7 +240,7 @@ def make_update(
       if minibatches > 1:
         key = jax.random.fold_in(state.key, state.step)
         prompts = batch.prompt_ids.shape[0]
-        orders = draw_orders(key, prompts, minibatches, epochs)
+        orders = micro_batches.draw_orders(key, prompts, minibatches, epochs)
       state, metrics = jax.lax.scan(update_epoch, state, orders, length=epochs)
       # [epochs, minibatches] becomes one axis of updates, in their order.
       metrics = jax.tree.map(jnp.ravel, metrics)
@@ -264,9 +264,9 @@ def _check_batch(batch: Batch, options: UpdateOptions) -> None:
   if b % options.minibatches:
     raise ValueError(
       f"{b} prompts cannot be split into minibatches={options.minibatches}: "
-      "use a divisor, as groups stay whole"
+      "use a divisor of the number of prompts, because groups stay whole"
     )
-  micro_batches_lib.cuts(b // options.minibatches, g, options.micro_batches)
+  micro_batches.cuts(b // options.minibatches, g, options.micro_batches)
   if not options.on_policy and batch.old_logprobs is None:
     raise ValueError(
       "several updates per rollout need the log-probabilities of the policy "

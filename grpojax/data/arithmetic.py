@@ -2,10 +2,10 @@
 
 A problem is an expression such as `23*4+17+85`: with probability 1/2 a leading
 product (10..99 times 2..9), then additions of 10..99. Its difficulty is the
-number of operations; `drawn.split_of` returns its split.
+number of operations; `drawn.split_of` assigns its split.
 
-The embedded models learn from texts by careful authors (running steps, then the
-answer) and hasty ones (only the answer), who may forget to carry.
+The bundled models were pretrained on texts of careful authors, who write all
+steps, and hasty authors, who write only the answer. Both may forget carries.
 """
 
 import functools
@@ -26,10 +26,10 @@ Add = Callable[[int, int], int]
 
 
 def steps(expression: str, add: Add = operator.add) -> tuple[list[str], int]:
-  """Returns the running steps of a problem, and its value.
+  """Returns the lines of a problem's worked solution, and its value.
 
   Products are split into tens and units: "23*4+5" gives "20*4=80", "3*4=12",
-  "80+12=92" and "92+5=97". `add` is the author's addition.
+  "80+12=92" and "92+5=97". `add(a, b)` adds as the author does.
   """
   if not _EXPRESSION.fullmatch(expression):
     raise ValueError(
@@ -68,7 +68,7 @@ def sample(
   split: str = "train",
   difficulty: int | Sequence[int] = (2, 4),
 ) -> str:
-  """Draws a problem; `difficulty` is a number of operations, or its bounds."""
+  """Draws a problem; `difficulty`: number of operations, or (low, high)."""
   check_split(split)
   low, high = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
   operations = int(rng.integers(low, high, endpoint=True))
@@ -110,10 +110,10 @@ def document(
   hasty: float = 0.6,
   forget: tuple[float, float] = (0.0, 0.0),
 ) -> str:
-  r"""Draws a document: 1 to 3 times "EXPRESSION\nSOLUTION\n\n" by an author.
+  r"""Draws a document of 1 to 3 blocks "EXPRESSION\nSOLUTION\n\n".
 
-  The author is hasty with probability `hasty`; `difficulty` is as in `sample`,
-  `forget` as in `forgetful_sum`.
+  Its author is hasty with probability `hasty`. `sample` explains `difficulty`,
+  `forgetful_sum` explains `forget`.
   """
   author = _author(rng, hasty, forget)
   count = int(rng.integers(1, _MOST_PROBLEMS, endpoint=True))
@@ -137,22 +137,22 @@ def dialogue(
 def forgetful_sum(
   rng: np.random.Generator, a: int, b: int, forget: tuple[float, float]
 ) -> int:
-  """Adds a and b in columns and forgets carries at random: 48+37=75.
+  """Adds a and b column by column and forgets carries at random: 48+37=75.
 
-  `forget` has the probabilities for column sums of 10 and 19, linear between.
-  The leftmost column is written in full: 95+7 is 102 or 92.
+  `forget` has the probabilities of forgetting the carry of column sums 10 and
+  19, linear between. The leftmost column is written in full: 95+7=102 or 92.
   """
   low, high = forget
   columns = max(len(str(a)), len(str(b)))
   total = carry = 0
   for place in range(columns - 1):
-    made = a // 10**place % 10 + b // 10**place % 10 + carry
-    total += made % 10 * 10**place
-    carry = made // 10
-    if carry and rng.random() < low + (high - low) * (made - 10) / 9:
+    column = a // 10**place % 10 + b // 10**place % 10 + carry
+    total += column % 10 * 10**place
+    carry = column // 10
+    if carry and rng.random() < low + (high - low) * (column - 10) / 9:
       carry = 0
-  last = 10 ** (columns - 1)
-  return total + (a // last + b // last + carry) * last
+  leftmost = 10 ** (columns - 1)
+  return total + (a // leftmost + b // leftmost + carry) * leftmost
 
 
 def _author(

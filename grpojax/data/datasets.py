@@ -2,14 +2,14 @@
 
 To add a data set, add its `load` to `DATASETS`:
 
-    load(split, *, seed=0, size=None, **options) -> random access to examples
+    load(split, *, seed=0, size=None, **options) -> sequence of examples
 
 - `split` is one of `examples.SPLITS`, `size` the maximum number of examples.
-- `seed` may change the examples, but the pipeline decides their order.
-- `path`, also optional, is the place of files; "" is the default place.
-- Options are `data.options`, checked against their annotations.
-- The result has `examples`, equal for equal arguments. Wrong arguments raise
-  ValueError with advice.
+- `seed` may select the examples; `pipeline` decides their order.
+- `path`, if the data set has files, is their location; "" is the default one.
+- `options` are data.options, checked against the parameters' annotations.
+- Equal arguments must return equal `examples`. Wrong arguments raise ValueError
+  with advice.
 """
 
 import inspect
@@ -38,17 +38,17 @@ DATASETS: dict[str, Callable[..., Any]] = {
   "word_sums": word_sums.load,
 }
 
-_OURS = ("split", "path", "seed")  # set by the run, not by data.options
+_SET_BY_RUN = ("split", "path", "seed")  # not by data.options
 
 
-def _is(value: Any, hint: Any) -> bool:
-  """Returns True if a value fits an annotation, or for other annotations."""
+def _fits(value: Any, hint: Any) -> bool:
+  """Returns True if a value fits an annotation; unknown annotations fit all."""
   origin, parts = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
-    return any(_is(value, part) for part in parts)
+    return any(_fits(value, part) for part in parts)
   if origin is Sequence:
     sequence = isinstance(value, (tuple, list))
-    return sequence and all(_is(item, parts[0]) for item in value)
+    return sequence and all(_fits(item, parts[0]) for item in value)
   if hint in (int, float):  # ints are valid floats; bools are neither
     return isinstance(value, (int, hint)) and not isinstance(value, bool)
   return hint not in (bool, str, types.NoneType) or isinstance(value, hint)
@@ -61,10 +61,10 @@ def load(
   options: Mapping[str, Any] | None = None,
   **settings: Any,
 ) -> Any:
-  """Opens a data set by name and returns random access to its examples.
+  """Opens a data set by name and returns a sequence of its examples.
 
-  `options` are user arguments of its `load`; of `settings` it gets the ones it
-  has parameters for. ValueError for a wrong option or an unreadable data set.
+  Its `load` gets all `options` of the user, and those `settings` that it has
+  parameters for. ValueError for a wrong option or an unreadable data set.
   """
   if name not in DATASETS:
     known = ", ".join(DATASETS)
@@ -73,10 +73,10 @@ def load(
   options = dict(options or {})
   known = inspect.signature(load_).parameters
   if path and "path" not in known:
-    raise ValueError(f"--config.data.path: the data set {name} has no files")
+    raise ValueError(f"the data set {name} has no files: remove data.path")
   named = [key for key, p in known.items() if p.kind is not p.VAR_KEYWORD]
   takes_any = len(named) < len(known)
-  takes = [key for key in named if key not in _OURS]
+  takes = [key for key in named if key not in _SET_BY_RUN]
   unknown = [key for key in options if key not in takes and not takes_any]
   if unknown:
     raise ValueError(
@@ -85,12 +85,12 @@ def load(
     )
   for key, value in options.items():
     hint = known[key].annotation if key in known else inspect.Parameter.empty
-    wrong = f"--config.data.options.{key} = {value!r}"
-    if hint is not inspect.Parameter.empty and not _is(value, hint):
+    setting = f"--config.data.options.{key} = {value!r}"
+    if hint is not inspect.Parameter.empty and not _fits(value, hint):
       kind = inspect.formatannotation(hint).replace("collections.abc.", "")
-      raise ValueError(f"{wrong}: must be of type {kind}")
+      raise ValueError(f"{setting}: must be of type {kind}")
     if key == "size" and isinstance(value, int) and value < 1:
-      raise ValueError(f"{wrong}: must be 1 or more")
+      raise ValueError(f"{setting}: must be 1 or more")
   options |= {"path": path} if path else {}
   settings = {k: v for k, v in settings.items() if k in known or takes_any}
   return load_(split, **(options | settings))

@@ -1,7 +1,7 @@
 """Endless data sets of random examples.
 
 Example i depends only on the seed, the split, the options and i. Examples may
-repeat, as in any sample with replacement, but never across splits.
+repeat within a split, but no problem is in both splits.
 """
 
 import functools
@@ -13,11 +13,11 @@ import numpy as np
 from grpojax.data.examples import SPLITS, Example, Examples, check_split
 
 ENDLESS = 2**31 - 1  # length of an unlimited training split
-MOST_HELD_OUT = 100_000  # because a run encodes all test problems first
+MOST_HELD_OUT = 100_000  # limit, because a run encodes all test problems first
 
 
 def split_of(problem: str) -> str:
-  """Returns the split of a problem: "train" (9 in 10) or "test"."""
+  """Returns the split of a problem, by a hash: "train" (9 in 10) or "test"."""
   return "test" if zlib.crc32(problem.encode()) % 10 == 0 else "train"
 
 
@@ -28,7 +28,7 @@ def load(
   seed: int,
   size: int | None,
 ) -> Examples:
-  """Returns examples drawn by `draw`; `size` None is practically endless."""
+  """Returns `size` examples drawn by `draw`; None: practically endless."""
   check_split(split)
   if seed < 0:
     raise ValueError(f"seed must not be negative, got {seed}")
@@ -36,8 +36,8 @@ def load(
   if size is not None and not 1 <= size <= most:
     setting = "eval.num_prompts" if split == "test" else "data.options.size"
     raise ValueError(
-      f"{setting} = {size}: must be 1 to {most}, the number of problems of the "
-      f"split {split!r}"
+      f"{setting} = {size}: must be 1 to {most}, the largest size of the split "
+      f"{split!r}"
     )
   size = ENDLESS if size is None else size
   return Examples(int(size), functools.partial(_read, split, int(seed), draw))
@@ -56,7 +56,7 @@ def _read(
 
 
 def bounds(name: str, value: int | Sequence[int], most: int) -> tuple[int, int]:
-  """Returns an option's (lowest, highest) value, both in 1..most."""
+  """Returns the bounds of an option, (low, high); `value` may be a number."""
   pair = (value,) * 2 if isinstance(value, int) else tuple(value)
   whole = all(isinstance(x, int) for x in pair) and len(pair) == 2
   if not whole or not 1 <= pair[0] <= pair[1] <= most:

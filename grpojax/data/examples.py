@@ -1,11 +1,11 @@
-"""Examples: the dicts that data sets, prompts and rewards share.
+"""Examples: dicts with a prompt and its answer, from data sets to rewards.
 
 An example has JSON values under the keys
 
     "prompt"    a text, or a list of chat messages {"role": ..., "content": ...}
                 whose last message is not the assistant's
     "answer"    reference answer, a text or a number, if any
-    "solution"  optional text to learn from, with the answer after `MARK`
+    "solution"  optional worked solution, the target of supervised fine-tuning
 
 and further fields of the data set, which rewards receive too.
 """
@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
 SPLITS = ("train", "test")
-SOURCE = "data_source"  # data set in a mixture; verl uses this name
-MARK = "####"  # precedes the answer
-READ = "prompt_read"  # the prompt with the observation of a reset
+SOURCE = "data_source"  # key for the name of a mixture's data set, as in verl
+MARK = "####"  # precedes the answer in a solution
+READ = "prompt_read"  # key for the prompt with an environment's observation
 
 Example = dict[str, Any]
 
@@ -36,14 +36,14 @@ def check_split(split: str) -> None:
 
 
 def prompt_key(prompt: Any) -> str:
-  """Returns a text that ignores whitespace around a prompt and its messages."""
+  """Returns a key, equal for prompts that differ only in outer whitespace."""
   if isinstance(prompt, str):
     return prompt.strip()
   return json.dumps([(x["role"], x["content"].strip()) for x in prompt])
 
 
 class Examples(Sequence):
-  """Random access to `size` examples that are read on the fly."""
+  """Sequence of `size` examples; `read(i)` reads example i on the fly."""
 
   def __init__(self, size: int, read: Callable[[int], Example]):
     self._size = size
@@ -62,7 +62,7 @@ class Examples(Sequence):
 def concatenate(
   sizes: Sequence[int], read: Callable[[int, int], Example]
 ) -> Examples:
-  """Joins parts of given sizes: with sizes (3, 2), [4] is `read(1, 1)`."""
+  """Joins parts in order: with sizes (3, 2), example 4 is `read(1, 1)`."""
   starts = [0, *itertools.accumulate(sizes)]
 
   def located(index: int) -> Example:

@@ -19,7 +19,7 @@ _SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math"
 _FORMAT = "array_record"
 _LOCAL = (
   "set data.path to a local copy: a directory with GSM8K's train.jsonl and "
-  "test.jsonl, or prepared by tensorflow-datasets"
+  "test.jsonl, or one prepared by tensorflow-datasets"
 )
 
 
@@ -36,7 +36,7 @@ def _tfds() -> Any:
 
 
 def _prepared() -> Any:
-  """Returns the builder of TensorFlow Datasets' own copy, downloaded once."""
+  """Returns TensorFlow Datasets' builder; downloads GSM8K at the first use."""
   tfds = _tfds()
   builder = tfds.builder("gsm8k", file_format=_FORMAT)
   if builder.is_prepared():
@@ -65,7 +65,7 @@ def _prepared() -> Any:
 
 
 def _directory(path: pathlib.Path) -> Any:
-  """Returns the builder of a prepared directory, or of its latest version."""
+  """Returns the builder of the latest prepared version in a directory."""
   prepared = [
     file.parent
     for pattern in (".", "*", "gsm8k/*")
@@ -80,7 +80,7 @@ def _directory(path: pathlib.Path) -> Any:
   form = builder.info.file_format.value
   if form != _FORMAT:
     raise ValueError(
-      f"{prepared[-1]} has the format {form}: prepare it again with "
+      f"{prepared[-1]} has files of format {form}: prepare it again with "
       f"file_format={_FORMAT!r}"
     )
   return builder

@@ -1,7 +1,7 @@
 """Data sets of the Hugging Face Hub, loaded by the `datasets` library.
 
-The library stores files without code (`_KINDS`) as tables in its cache on the
-disk, HF_HOME. Scripts and pickles are never run or read.
+The library converts files to tables in its cache on the disk, HF_HOME. Only
+kinds of files that cannot hold code (`_KINDS`) are read; scripts are never run.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from grpojax.data.examples import Examples, check_split
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
 _ROWS = 1024  # per batch
-_CACHED = "cache"  # builder of tables that the library already stored
+_CACHED = "cache"  # kind of a data set that is already in the cache
 
 
 @contextlib.contextmanager
@@ -33,15 +33,15 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
     yield
   except datasets.exceptions.DatasetNotFoundError as error:
     raise ValueError(
-      f"no data set {path!r} with a revision {revision or 'main'!r} is readable"
-      " on the Hub: if it is private or gated, accept its terms there, and set "
-      "your token by `hf auth login` or HF_TOKEN"
+      f"no data set {path!r} with a revision {revision or 'main'!r} on the Hub,"
+      " or no access: check the name or, for a private or gated one, accept "
+      "its terms there, and set your token with `hf auth login` or HF_TOKEN"
     ) from error
   except (ConnectionError, FileNotFoundError) as error:
     raise ValueError(
-      f"the data set {path} is not in the cache, and the Hub cannot be reached "
-      "(HF_HUB_OFFLINE, HTTPS_PROXY, HF_ENDPOINT?): download its files "
-      "elsewhere and use --config.data.name = 'parquet'"
+      f"the data set {path} is not in the cache, and the Hub is out of reach: "
+      "check HF_HUB_OFFLINE, HTTPS_PROXY and HF_ENDPOINT, or get the files on "
+      "another machine and use --config.data.name = 'parquet'"
     ) from error
   except OSError as error:
     raise ValueError(
@@ -68,13 +68,13 @@ def _table(path: str, configuration: str, revision: str, name: str) -> Any:
     except (RuntimeError, ValueError) as error:  # script, wrong configuration
       raise ValueError(
         f"the data set {path}: {' '.join(str(error).split())} "
-        "(data.options.configuration names one of several)"
+        "(data.options.configuration selects one of several)"
       ) from error
     kind = type(builder).__module__.removeprefix("datasets.packaged_modules.")
-    kind = kind.partition(".")[0]  # "datasets" for a module of other code
+    kind = kind.partition(".")[0]  # "datasets" outside of packaged_modules
     if kind not in (*_KINDS, _CACHED):
       raise ValueError(
-        f"the data set {path} has files of the kind {kind}, which may hold "
+        f"the data set {path} has files of kind {kind!r}, which may hold "
         f"code: convert it to one of {', '.join(_KINDS)}"
       )
     if kind == _CACHED and revision not in ("", builder.hash):
@@ -94,7 +94,7 @@ def _table(path: str, configuration: str, revision: str, name: str) -> Any:
       raise ValueError(
         f"the data set {path} has no split {name!r}, but {known}: set "
         "data.options.train_split and test_split, or hold out a share of "
-        "train_split by data.options.test"
+        "train_split with data.options.test"
       )
     return builder.as_dataset(split=name)
 
@@ -115,12 +115,12 @@ def load(
   columns: Sequence[str] = (),
   test: int | float = 0.0,
 ) -> Examples:
-  """Reads the rows of a split in order; other options are as in `rows.load`.
+  """Opens a split of a Hub data set; `rows.load` explains the other options.
 
   - `path`: ORG/NAME of the data set on the Hub.
-  - `configuration`: required if the data set has several ("main").
+  - `configuration`: name ("main"), required if the data set has several.
   - `revision`: branch, tag or commit; "" is main.
-  - `train_split`, `test_split`: names on the Hub; with `test` the former only.
+  - `train_split`, `test_split`: names on the Hub; `test` divides `train_split`.
   """
   check_split(split)
   rows.check_share(test)
@@ -128,12 +128,12 @@ def load(
   if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path, re.ASCII):
     raise ValueError(
       f"--config.data.path = {path!r}: data.name = 'huggingface' needs the "
-      "ORG/NAME of the Hub, such as 'openai/gsm8k'"
+      "ORG/NAME of a data set on the Hub, such as 'openai/gsm8k'"
     )
   if os.path.exists(path):
     raise ValueError(
-      f"--config.data.path = {path!r} is a local path: read it by data.name = "
-      "'parquet' or 'jsonl', or start elsewhere to read from the Hub"
+      f"--config.data.path = {path!r} is a local path: set data.name to "
+      "'parquet' or 'jsonl' or, to use the Hub, start in another directory"
     )
   name = train_split if test or split == "train" else test_split
   table = _table(path, configuration, revision, name)
@@ -148,7 +148,7 @@ def load(
   chosen = rows.chosen(keyed, reader, split, test, size)
   numbers = np.fromiter((i for i, _ in chosen), np.int64)
   if not len(numbers):
-    raise ValueError(f"{label} has no example of the split {split!r}")
+    raise ValueError(f"no {split!r} row in {label}: check data.options.test")
 
   def read(index: int) -> rows.Row:
     (row,) = parquet.plain_rows(table[int(numbers[index])])

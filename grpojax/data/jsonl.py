@@ -25,7 +25,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def rows(file: pathlib.Path) -> Iterator[Keyed]:
-  """Yields "FILE, line 3", the key (start, stop, CRC-32), and the object."""
+  """Yields a label, a key (start, stop, CRC-32) and the object of each line."""
   stop = 0
   with open(file, "rb") as lines:
     for number, line in enumerate(lines, 1):
@@ -39,26 +39,26 @@ def rows(file: pathlib.Path) -> Iterator[Keyed]:
         try:
           yield label, (start, stop, zlib.crc32(line)), _object(line)
         except (RecursionError, ValueError) as error:
-          advice = _other_format(line) if number == 1 else ""
+          advice = _format_advice(line) if number == 1 else ""
           raise ValueError(f"{label}: {error}{advice}") from error
 
 
-def _other_format(line: bytes) -> str:
-  """Returns advice on a file whose first line has another format."""
+def _format_advice(line: bytes) -> str:
+  """Returns advice on a file whose first line is not a JSON object."""
   if line.startswith(b"PAR1"):
     return "; this is a Parquet file: set data.name = 'parquet'"
   kinds = {b"[": "a JSON array", b"{": "JSON over several lines"}
   kind = kinds.get(line.strip()[:1], "CSV")
-  return f"; if this file is {kind}, convert it to JSONL: one object a line"
+  return f"; if this file is {kind}, convert it to JSONL: one object per line"
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> Row:
-  """Builds an object from its pairs; ValueError for a repeated key."""
+  """Converts a JSON object's pairs to a dict; ValueError for a repeated key."""
   row = dict(pairs)
   if len(row) < len(pairs):
     keys = [key for key, _ in pairs]
-    twice = next(key for key in keys if keys.count(key) > 1)
-    raise ValueError(f"the key {twice!r} is repeated in an object: remove one")
+    key = next(key for key in keys if keys.count(key) > 1)
+    raise ValueError(f"the key {key!r} is repeated in an object: remove one")
   return row
 
 
@@ -88,13 +88,13 @@ def _keep(
   chosen: Iterator[tuple[Any, Example]],
   reader: Callable[[Row], Example],
 ) -> Examples:
-  places = array.array("q")  # start, stop and CRC-32 of each line, in turn
+  places = array.array("q")  # start, stop, CRC-32 of a line, then of the next
   for place, _ in chosen:
     places.extend(place)
   table = np.array(places, np.int64).reshape(-1, 3)
 
   def read(index: int) -> Example:
-    # Opened for each read, so threads need no lock and no file stays open.
+    # Each read opens the file: threads need no lock, and no file stays open.
     start, stop, checksum = table[index].tolist()
     with open(file, "rb", buffering=0) as opened:
       opened.seek(start)

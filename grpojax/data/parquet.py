@@ -26,7 +26,7 @@ _ROWS = 1024  # per batch
 
 
 def plain_rows(batch: Any) -> list[Row]:
-  """Converts an Arrow table to rows; short floats are 0.1, not 0.100000001."""
+  """Converts an Arrow table to rows; float32 0.1 stays 0.1 in float64."""
   rows = batch.to_pylist()
   for field in batch.schema:
     if "float" in str(field.type):  # float, halffloat, list<item: float>, ...
@@ -36,7 +36,7 @@ def plain_rows(batch: Any) -> list[Row]:
 
 
 def _shortest(item: Any, kind: Any) -> Any:
-  """Returns an item of an Arrow type with its floats at their shortest."""
+  """Returns an Arrow item with the shortest equal decimals of its floats."""
   from pyarrow import types
 
   if item is None:
@@ -65,21 +65,21 @@ def _rows(file: pathlib.Path, columns: Sequence[str]) -> Iterator[Keyed]:
     raise ValueError(f"{file} is not a Parquet file: {reason}") from error
   names = reader.schema_arrow.names
   rows_lib.check_columns(columns, names, str(file))
-  twice = [x for x in columns or names if names.count(x) > 1]
-  if twice:
+  repeated = [x for x in columns or names if names.count(x) > 1]
+  if repeated:
     raise ValueError(
-      f"{file} has {names.count(twice[0])} columns {twice[0]!r}: rename them, "
-      "or list the columns to read in data.options.columns"
+      f"{file} has {names.count(repeated[0])} columns {repeated[0]!r}: rename "
+      "them, or list the columns to read in data.options.columns"
     )
-  # ValueError: a struct that has a name twice.
-  damages = pyarrow.ArrowException, OSError, OverflowError, ValueError
+  # pyarrow raises ValueError for a struct with two fields of the same name.
+  errors = pyarrow.ArrowException, OSError, OverflowError, ValueError
   number = 0
   try:
     for batch in reader.iter_batches(_ROWS, columns=list(columns) or None):
       for row in plain_rows(batch):
         number += 1
         yield f"{file}, row {number}", None, row
-  except damages as error:
+  except errors as error:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     raise ValueError(f"{file} cannot be read: {reason}") from error
 

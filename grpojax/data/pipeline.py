@@ -2,9 +2,9 @@
 
     examples -> shuffle -> repeat -> encode -> batches of (Prompts, examples)
 
-All steps before batching have random access, so the state of the stream is the
-number of prompts taken from it, independent of the batch size. A `Mixture`
-combines several data sets by weights.
+All steps before batching have random access, so the state of the stream is just
+the number of prompts taken from it, for any batch size. A `Mixture` combines
+several data sets with weights.
 """
 
 import functools
@@ -25,7 +25,7 @@ _PREFETCH = 2  # batches prepared by a background thread
 
 
 class Subset(Examples):
-  """Random access to the examples at `indices`, in their order."""
+  """Random access to the examples at `indices`, in the order of `indices`."""
 
   def __init__(self, examples: Any, indices: Any):
     chosen = np.asarray(indices, np.int64)
@@ -35,9 +35,9 @@ class Subset(Examples):
 class Part(NamedTuple):
   """A data set of a mixture."""
 
-  name: str  # `SOURCE` of its examples
+  name: str  # value of `SOURCE` in its examples
   weight: float  # relative share of the prompts
-  examples: Any  # random access
+  examples: Any  # with random access
 
 
 class Mixture(Examples):
@@ -70,15 +70,15 @@ def prompt_batches(
   """Yields batches of prompts and their examples.
 
   Ids (int32) and mask (bool) are [batch_size, max_prompt_length], padded on the
-  right; ValueError for longer prompts. Examples get their text "prompt_text".
+  right; ValueError for longer prompts. Each example gets a "prompt_text".
 
-  - `examples`: random access. Of any n prompts in a row, each part of a
-    `Mixture` has its share, up to two prompts and 1% (grain rounds weights).
-  - `encode`: `(prompt) -> (text, ids)` of the text that the model continues.
+  - `examples`: random access. Any n consecutive prompts have the shares of a
+    `Mixture`, within two prompts and 1% (grain rounds weights).
+  - `encode`: `(prompt) -> (text, ids)`, the text that the model continues.
   - `target`: `(example) -> arrays`, the `Prompts.targets` of jittable rewards.
   - `start`: number of prompts already taken from the stream.
-  - `shuffle`: shuffle each epoch, unless the data set is endless.
-  - `repeat`: endless; else a single epoch, whose last batch may be shorter.
+  - `shuffle`: shuffle each epoch of a finite data set.
+  - `repeat`: repeat endlessly; else one epoch, whose last batch may be shorter.
   """
   if not len(examples):
     raise ValueError("the data set has no examples: check data.path")
@@ -86,8 +86,8 @@ def prompt_batches(
   def stream(examples, seed: np.random.SeedSequence) -> grain.MapDataset:
     dataset = grain.MapDataset.source(examples)
     if shuffle and len(examples) < ENDLESS:
-      # Hashed, because grain shuffles epoch e by seed + e: seeds 0 and 1 would
-      # share all but one of their epochs.
+      # grain shuffles epoch e with seed + e: without hashing, seeds 0 and 1
+      # would share all but one of their epochs.
       dataset = dataset.shuffle(seed=int(seed.generate_state(1)[0]))
     return dataset.repeat() if repeat else dataset
 
@@ -106,7 +106,7 @@ def prompt_batches(
   options = {"max_prompt_length": max_prompt_length, "pad_id": pad_id}
   options |= {"encode": encode, "target": target}
   dataset = dataset[start:].map(functools.partial(row, **options))
-  # Endless streams have no remainder, and grain overflows when it keeps one.
+  # grain overflows if it keeps the remainder of an endless stream.
   dataset = dataset.batch(batch_size, drop_remainder=repeat, batch_fn=collate)
   # The thread delivers batches in order, so results do not depend on timing.
   reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
@@ -123,10 +123,10 @@ def row(
   """Returns an example's `(padded ids, length, target arrays, example)`."""
   text, ids = encode(example["prompt"])
   if not len(ids):
-    raise ValueError(f"a prompt without tokens: {example['prompt']!r}")
+    raise ValueError(f"a prompt without tokens: remove {example['prompt']!r}")
   if len(ids) > max_prompt_length:
     raise ValueError(
-      f"a prompt has {len(ids)} tokens, but max_prompt_length ="
+      f"a prompt has {len(ids)} tokens, more than max_prompt_length ="
       f" {max_prompt_length}: raise it, or set --config.data.too_long = 'drop';"
       f" the prompt begins {text[:80]!r}"
     )
@@ -137,7 +137,7 @@ def row(
 
 
 def collate(rows: Sequence[tuple]) -> tuple[Prompts, list[Example]]:
-  """Stacks results of `row` to a batch of prompts and its examples."""
+  """Stacks results of `row`; returns the prompts and examples of a batch."""
   ids, lengths, arrays, examples = zip(*rows, strict=True)
   prompt_ids = np.stack(ids)
   mask = np.arange(prompt_ids.shape[1]) < np.array(lengths)[:, None]

@@ -1,7 +1,7 @@
-"""Examples from rows of any data set, and the files of a split.
+"""Converts rows of any data set to examples, and finds the files of a split.
 
-A field name with dots refers to a nested field. Rows without a field "answer"
-may have verl's reward_model = {"ground_truth": ...}.
+A field name with dots refers to a nested field. Verl's reward_model =
+{"ground_truth": ...} replaces a missing field "answer".
 """
 
 import datetime
@@ -19,7 +19,7 @@ from grpojax.data import examples as examples_lib
 from grpojax.data.examples import Example, Examples
 
 Row = dict[str, Any]
-Keyed = tuple[str, Any, Row]  # label for errors, key to find it again, row
+Keyed = tuple[str, Any, Row]  # label for errors, key to read it again, row
 
 # File names of each split; the first existing name is used.
 _NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
@@ -39,9 +39,9 @@ def reader(
 
   - `prompt`: field with the prompt, a text or a list of chat messages.
   - `answer`: field with the answer, a text or a number; "" for no answer.
-  - `messages`: field with the prompt of a row without a field `prompt`.
-  - `answer_after`: mark ("####") before the answer; the field with both becomes
-    the "solution", unless the row has one.
+  - `messages`: field that replaces a missing field `prompt`.
+  - `answer_after`: mark ("####") before the answer in its field, which becomes
+    the "solution" if the row has none.
   - `columns`: fields to read; () reads all.
   """
 
@@ -77,8 +77,8 @@ def _value(row: Row, name: str) -> Any:
 
 def _check_text(value: Any, name: str, empty: bool = False) -> None:
   if not isinstance(value, str) or not (value.strip() or empty):
-    raise ValueError(f"{name} must be a text that is not empty, not {value!r}")
-  if half := re.search("[\ud800-\udfff]", value):  # breaks tokenizers
+    raise ValueError(f"{name} must be a nonempty text, not {value!r}")
+  if half := re.search("[\ud800-\udfff]", value):  # tokenizers fail on it
     raise ValueError(
       f"{name} is not valid Unicode: character {half.start()}, {half[0]!r}, is "
       "half of a surrogate pair; write the whole character, or remove it"
@@ -156,10 +156,10 @@ def chosen(
   share: int | float,
   most: int | None,
 ) -> Iterator[tuple[Any, Example]]:
-  """Yields (key, example) for the first `most` rows of a split, or for all.
+  """Yields (key, example) for the first `most` rows of a split; None: all.
 
-  The test split has a `share` of the prompts, chosen by a hash of their texts,
-  so the splits share no prompt; with share 0 all rows are in the split.
+  A hash puts a `share` of the prompts into the test split, so that the splits
+  have no prompt in common. With share 0 all rows are in `split`.
   """
 
   def in_split() -> Iterator[tuple[Any, Example]]:
@@ -178,15 +178,15 @@ def chosen(
 
 
 def check_share(share: int | float) -> None:
-  """Raises ValueError if data.options.test is not a share."""
+  """Raises ValueError if data.options.test is outside [0, 1]."""
   if not 0 <= share <= 1:
-    raise ValueError(f"--config.data.options.test = {share}: must be in 0..1")
+    raise ValueError(f"--config.data.options.test = {share}: must be 0 to 1")
 
 
 def check_columns(
   columns: Iterable[str], known: Sequence[str], table: str
 ) -> None:
-  """Raises ValueError for a missing column in data.options.columns."""
+  """Raises ValueError if `table` lacks a column of data.options.columns."""
   unknown = sorted({*columns} - {*known})
   if unknown:
     raise ValueError(
@@ -215,11 +215,11 @@ def load(
 ) -> Examples:
   """Reads the examples of a split, in the order of the files.
 
-  Examples keep all fields of their row; other options are as in `reader`.
+  Examples keep the fields of their row; `reader` explains the other options.
   ValueError for a missing file, a malformed row or an empty split.
 
-  - `kind`: "jsonl" or "parquet": the `data.name`, and the files' suffix.
-  - `rows`: `(file, columns) -> rows`.
+  - `kind`: "jsonl" or "parquet", the value of data.name and the file suffix.
+  - `rows`: `(file, columns) -> iterator of Keyed`.
   - `keep`: `(file, chosen, reader) -> random access` to the chosen examples.
   - `path`: a file, a pattern of files ("part-*.jsonl"), or a directory with
     files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
@@ -237,14 +237,14 @@ def load(
   parts: list[Examples] = []
   files = _files(path, file_split, share, kind)
   for file in files:
-    left = None if size is None else size - sum(map(len, parts))
-    if left == 0:
+    remaining = None if size is None else size - sum(map(len, parts))
+    if remaining == 0:
       break
-    examples = chosen(rows(file, columns), read, split, share, left)
+    examples = chosen(rows(file, columns), read, split, share, remaining)
     parts.append(keep(file, examples, read))
   if not any(map(len, parts)):
     names = files[0] if len(files) == 1 else f"{len(files)} files of data.path"
-    raise ValueError(f"{names} has no example of the split {split!r}")
+    raise ValueError(f"no {split!r} row in {names}: check data.options.test")
   sizes = [*map(len, parts)]
   return examples_lib.concatenate(sizes, lambda i, j: parts[i][j])
 
@@ -265,7 +265,7 @@ def _files(
       raise ValueError(
         f"--config.data.options.test = {share} is for a file or a pattern of "
         f"files, but {place} is a directory with files of each split: remove "
-        f"it, or set data.path to '{place}/*.{kind}'"
+        f"it, or set data.path to the pattern '{place}/*.{kind}'"
       )
     return _in_directory(place, split, f".{kind}")
   files = [place] if place.is_file() else []
@@ -273,12 +273,12 @@ def _files(
     matches = map(pathlib.Path, glob.glob(str(path), recursive=True))
     files = sorted(filter(pathlib.Path.is_file, matches))
   if not files:
-    raise ValueError(f"--config.data.path: {place} matches no file")
+    raise ValueError(f"--config.data.path: {place} matches no file: correct it")
   if not share and split == "test":
     raise ValueError(
       f"--config.data.path = {str(path)!r} has no test split: use a directory "
-      f"with train.{kind} and test.{kind}, or hold out a share by "
-      "data.options.test (such as 0.05; 1 is all)"
+      f"with train.{kind} and test.{kind}, or hold out a share with "
+      "data.options.test (such as 0.05; 1 holds out all)"
     )
   return files
 
@@ -286,7 +286,7 @@ def _files(
 def _in_directory(
   path: pathlib.Path, split: str, suffix: str
 ) -> list[pathlib.Path]:
-  """Returns SPLIT.jsonl, SPLIT-*.jsonl or SPLIT/*.jsonl, also from data/."""
+  """Returns SPLIT.jsonl, SPLIT-*.jsonl or SPLIT/*.jsonl of `path` or data/."""
   for name in _NAMES[split]:
     sets = [
       sorted(filter(pathlib.Path.is_file, folder.glob(name + ending + suffix)))
@@ -297,7 +297,7 @@ def _in_directory(
     if others:
       raise ValueError(
         f"--config.data.path: {path} has {first[0]} and {others[0][0]} for the "
-        f"split {split!r}: remove some, or set data.path to a pattern, "
+        f"split {split!r}: remove one, or set data.path to a pattern, "
         f"'{path}/PART*{suffix}', and data.options.test"
       )
     for file in first:
@@ -307,12 +307,12 @@ def _in_directory(
         if count != int(shard[1]):
           raise ValueError(
             f"--config.data.path: {file} is one of {int(shard[1])} files, but "
-            f"{count} exist: add the missing files, or set a pattern"
+            f"{count} exist: add the missing files, or set it to a pattern"
           )
     if first:
       return first
   raise ValueError(
-    f"--config.data.path: {path / split}{suffix} does not exist, nor "
-    f"{split}-*{suffix} or {split}/*{suffix}: add it, or set data.path to a "
-    f"pattern, '{path}/*{suffix}', and data.options.test"
+    f"--config.data.path: {path} has no {split}{suffix}, {split}-*{suffix} or "
+    f"{split}/*{suffix}: add one, or set data.path to a pattern, "
+    f"'{path}/*{suffix}', and data.options.test"
   )

@@ -1,6 +1,6 @@
 """Texts for supervised fine-tuning, and their packing into training rows.
 
-A text is a pair (context ids, learned ids); the loss counts the learned ids.
+A text is a pair (context ids, learned ids); only learned ids are in the loss.
 
     texts   (ab, cde) (f, gh) (i, j)        rows of 8 tokens
     ids       a b c d e f g h | i j         segments  1 1 1 1 1 2 2 2 | 1 1
@@ -19,17 +19,15 @@ Text = tuple[list[int], list[int]]
 
 
 def solution(example: dict[str, Any]) -> str:
-  """Returns an example's "solution", else its "answer"."""
+  """Returns an example's "solution" or, if it has none, its "answer"."""
   for name in ("solution", "answer"):
     if name in example:
       return str(example[name])
-  raise ValueError(
-    f"an example without a solution or an answer: {str(example)[:80]}"
-  )
+  raise ValueError(f"an example has no solution or answer: {str(example)[:80]}")
 
 
 def strings(examples: Iterable[dict[str, Any]]) -> Iterator[str]:
-  """Yields all texts of examples, to train a tokenizer on."""
+  """Yields the prompts and solutions of examples, to train a tokenizer on."""
   for example in examples:
     prompt = example["prompt"]
     if isinstance(prompt, str):
@@ -48,10 +46,10 @@ def encode_examples(
   longest: int,
   learn_prompts: bool = False,
 ) -> tuple[list[Text], int]:
-  """Encodes prompts and solutions with an EOS; returns `(texts, dropped)`.
+  """Encodes prompts and solutions, which end in an EOS.
 
-  With `learn_prompts` the loss counts the prompts too. Texts of more than
-  `longest` tokens are dropped; ValueError if all are.
+  Returns the texts, and the number of texts dropped because they have more than
+  `longest` tokens. ValueError if all are. `learn_prompts`: learn prompts too.
   """
   texts = []
   dropped = 0
@@ -65,7 +63,8 @@ def encode_examples(
     else:
       texts.append((context, learned))
   if not texts:
-    raise ValueError(f"all {dropped} texts have more than {longest} tokens")
+    wrong = f"all {dropped} texts have more than {longest} tokens"
+    raise ValueError(f"{wrong}: use longer rows")
   return texts, dropped
 
 
@@ -87,8 +86,8 @@ def arithmetic_texts(
 ) -> Iterator[Text]:
   """Yields random arithmetic texts endlessly, each with an EOS.
 
-  The loss counts a whole "document", but only the answer of a "dialogue".
-  Options are those of `arithmetic.document`.
+  `form` is "document", learned whole, or "dialogue", of which only the answer
+  is learned. Options are those of `arithmetic.document`.
   """
   rng = np.random.default_rng(seed)
   while True:
@@ -101,19 +100,19 @@ def arithmetic_texts(
 
 
 class Rows(NamedTuple):
-  """Packed rows as read by `LM.extend`, with groups of a single row."""
+  """Packed rows: N rows of S tokens, inputs of `LM.extend` with G = 1."""
 
   ids: Int[np.ndarray, "N S"]
-  positions: Int[np.ndarray, "N S"]  # of tokens in their text
-  segments: Int[np.ndarray, "N S"]  # number of the text, from 1; 0 is padding
+  positions: Int[np.ndarray, "N S"]  # position of each token in its text
+  segments: Int[np.ndarray, "N S"]  # number of its text, from 1; 0 is padding
   weights: Float[np.ndarray, "N S"]  # 1 for learned tokens, else 0
 
 
 def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
   """Packs whole texts, in order, into batches of `rows` rows.
 
-  Rows have `length` tokens. A last partial batch is dropped. ValueError for a
-  longer text. Not by grain, whose packing depends on its number of open rows.
+  Rows have `length` tokens; ValueError for a longer text. A last partial batch
+  is dropped. grain's packing would depend on its number of open rows.
   """
 
   def empty():
@@ -128,7 +127,7 @@ def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
     size = len(context) + len(learned)
     if size > length:
       raise ValueError(
-        f"a text has {size} tokens, but a row {length}: use longer rows"
+        f"a text has {size} tokens, but rows have {length}: use longer rows"
       )
     if used + size > length:
       row += 1

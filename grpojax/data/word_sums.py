@@ -5,9 +5,9 @@ A problem is a story about a number of things:
     Emma has 12 apples. She buys 7 more. Then she gives away 5. How many
     apples does Emma have now?
 
-Each step adds or subtracts; the count never falls below 0. The solution is an
-equation per step, "12 + 7 = 19" and "19 - 5 = 14", or a call of a tool with
-"12 + 7 - 5" (`environments.calculator`). `drawn.split_of` returns the split.
+Each step adds or subtracts; the count never falls below 0. The solution has an
+equation per step, "12 + 7 = 19" and "19 - 5 = 14", or calls a tool with
+"12 + 7 - 5" (`environments.calculator`). `drawn.split_of` assigns the split.
 """
 
 import functools
@@ -52,8 +52,8 @@ def load(
   - `steps`: number of steps, or the bounds of a uniform draw.
   - `largest`: largest number in a problem; answers may be larger.
   - `shots`: number of solved training problems in a chat before each problem,
-    the same for all, for models that do not write steps by themselves.
-  - `tool`: tool called in these solutions, in Qwen's format; "" for equations.
+    for models that do not write steps by themselves. All problems share them.
+  - `tool`: tool that the solutions call, in Qwen's format; "": equations.
   """
   bounds = drawn.bounds("steps", steps, _MOST_STEPS)
   if not LEAST <= largest <= _MOST:
@@ -82,7 +82,7 @@ def _example(
 def _solved(
   shots: int, steps: tuple[int, int], largest: int, tool: str
 ) -> list[dict[str, str]]:
-  """Draws a chat of solved problems, from the fewest steps to the most."""
+  """Draws a chat of solved problems, ordered from few to many steps."""
   rng = np.random.default_rng(0)
   chat = []
   for count in np.linspace(*steps, shots).round():
@@ -110,7 +110,7 @@ def _draw(
 
 
 def solution(numbers: Sequence[int]) -> str:
-  """Returns an equation per line for each number after the first."""
+  """Returns the solution: a line "12 + 7 = 19" per number after the first."""
   counts = itertools.accumulate(numbers)
   return "\n".join(
     f"{before} {'+' if number > 0 else '-'} {abs(number)} = {after}"
@@ -123,7 +123,7 @@ def solution(numbers: Sequence[int]) -> str:
 def problem(
   rng: np.random.Generator, steps: int, largest: int
 ) -> tuple[str, list[int]]:
-  """Draws a problem: its text, and its numbers with signs."""
+  """Draws a problem; returns its text, and its numbers with signs."""
   name, pronoun = rng.choice(PEOPLE)
   thing = rng.choice(THINGS)
   numbers = [int(rng.integers(LEAST, largest, endpoint=True))]

@@ -1,1 +1,1 @@
-"""Environments and tools on the host, with two examples and a jittable one."""
+"""Environments and tools on the host, and a jittable example environment."""

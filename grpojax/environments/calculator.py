@@ -1,4 +1,4 @@
-"""An example of a tool: a calculator.
+"""Example of a tool: a calculator.
 
 --config.environment.tools=grpojax.environments.calculator:calculator
 """
@@ -40,7 +40,7 @@ def calculator(expression: str) -> str:
 def _compute(node: ast.expr) -> Fraction:
   """Returns the exact value of a tree of numbers and the four operations."""
   if isinstance(node, ast.Constant):
-    return Fraction(repr(node.value))  # a float's own digits: 0.1 is 1/10
+    return Fraction(repr(node.value))  # Fraction(0.1) is not 1/10
   function = _OPERATORS.get(type(getattr(node, "op", None)))
   if function is None:  # such as ** and //
     raise ValueError("only numbers, + - * / and ()")

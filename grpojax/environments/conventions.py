@@ -1,23 +1,25 @@
-"""Environments written for grpojax, gymnasium, OpenEnv or TRL.
+"""Loads environments written for grpojax, gymnasium, OpenEnv or TRL.
 
 | `path`                                      | kind                           |
 |---------------------------------------------|--------------------------------|
 | a module or object with `step`              | grpojax: plain functions       |
 | a class with `reset` and `step`             | gymnasium, a client of OpenEnv |
 | "gymnasium:ID"                              | gymnasium                      |
-| a class with `reset`, and without `step` or | TRL's environment_factory      |
-| with a `step` that returns `str`            |                                |
+| a class with `reset` and other methods; its | TRL's environment_factory      |
+| `step`, if any, is annotated with `-> str`  |                                |
 | empty, with functions as tools              | TRL's tools                    |
 
-Functions get the arguments that they have parameters for, by name: grpojax's
-state, action, example, seed and the options; gymnasium's `reset` the seed, and
-the example as `options`; TRL's `reset` the columns of the example. Constructors
-get the options.
+A constructor gets the options. A function gets those arguments that it has
+parameters for, by name:
+
+- functions of grpojax: state, action, example, seed and the options
+- `reset` of gymnasium: seed, and the example as `options`
+- `reset` of TRL: the columns of the example
 
 gymnasium's `step` gets the action in the text (see `spaces`) and returns 4 or 5
-values, or an object with `reward` and `done`. TRL's public methods are tools; a
-turn without calls, or a cut, ends the episode with the reward of `get_reward`,
-or 0. Tools, `get_reward` and `close` may be asynchronous.
+values, or an object with `reward` and `done`. TRL's public methods are tools.
+`get_reward`, if any, is the reward of an episode that ends in a turn without
+calls or is cut off. Tools, `get_reward` and `close` may be asynchronous.
 """
 
 import functools
@@ -40,7 +42,7 @@ Functions = dict[str, Callable[..., Any]]
 
 
 class HostEnvironment(NamedTuple):
-  """Functions of an environment, as its workers call them."""
+  """Functions of an environment, in the form that its workers call."""
 
   # `(example, seed) -> Step` begins an episode.
   reset: Callable[[dict[str, Any], int], Step]
@@ -54,7 +56,7 @@ class HostEnvironment(NamedTuple):
 
   @property
   def tools(self) -> list[dict[str, Any]]:
-    """JSON schemas for the chat template; ValueError if a tool has none."""
+    """JSON schemas of the tools; ValueError if one lacks documentation."""
     return tools_lib.schemas(list(self.functions.values()))
 
 
@@ -68,15 +70,15 @@ def resolve(
   """Loads an environment and tools; ValueError if they are invalid.
 
   `path` is one of `ENVIRONMENTS`, "gymnasium:ID", "file.py", "file.py:Name" or
-  "package.module:Name", or empty if there are only `tools`, which are named in
-  the same way. `tool_format` is one of `tools.TOOL_CALLS`, the format of the
-  model's calls; `action`, for classes, is one of `spaces.ACTIONS`.
+  "package.module:Name", or empty if there are only `tools`. Each tool is
+  "file.py:function" or "package.module:function". `tool_format` is a key of
+  `tools.TOOL_CALLS`; `action`, for classes, is one of `spaces.ACTIONS`.
   """
   named = []
   for tool in tools:
     function = load(f"tool {tool!r}", tool, {})
     _check(f"tool {tool!r}", function, is_tool=True)
-    # The name in the schema.
+    # The schema, and so the model, uses the function's own name.
     named.append((getattr(function, "__name__", label(tool)), function))
   functions = dict(named)
   subject = f"environment {path!r}"
@@ -89,13 +91,13 @@ def resolve(
   if not path:
     if not functions or options:
       raise ValueError("environment: set path or tools; options need a path")
-    environment = _of_tools(lambda action: use_tools(action, {}))
+    environment = _from_tools(lambda action: use_tools(action, {}))
   elif path.startswith("gymnasium:"):
-    environment = _of_gymnasium(subject, path, options, action)
+    environment = _from_gymnasium(subject, path, options, action)
   elif isinstance(target := load(subject, path, ENVIRONMENTS), type):
-    environment = _of_class(subject, target, options, use_tools, action)
+    environment = _from_class(subject, target, options, use_tools, action)
   else:
-    environment = _ours(subject, target, options)
+    environment = _from_object(subject, target, options)
   if action != "auto" and (not environment.end or environment.functions):
     raise ValueError(
       f"environment.action = {action!r} needs a class with `reset` and `step`:"
@@ -103,11 +105,11 @@ def resolve(
     )
   if path and functions and not environment.functions:
     raise ValueError(
-      f"{subject} reads the model's turns itself: remove environment.tools, or"
-      " use a class like TRL's or no environment.path"
+      f"{subject} reads the model's turns itself: remove environment.tools or"
+      " environment.path, or use a class like TRL's"
     )
   if path in ENVIRONMENTS:
-    environment.step(None, "", {"answer": "1"}, 0)  # checks the options' values
+    environment.step(None, "", {"answer": "1"}, 0)  # raises for bad options
   named += environment.functions.items()
   names = [name for name, _ in named]
   if twice := [name for name in names if names.count(name) > 1]:
@@ -129,7 +131,7 @@ def _check(
   A tool must take all its arguments by name, because models name them.
   """
   if not callable(function):
-    raise ValueError(f"{subject} is not a function")
+    raise ValueError(f"{subject} is not a function: name or define one")
   if is_tool:
     arguments = inspect.signature(function).parameters
   else:
@@ -144,12 +146,12 @@ def _check(
 
 
 def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict:
-  """Returns the values that a function has parameters for."""
+  """Returns the values for which a function has parameters."""
   named, takes_any = by_keyword(function)
   return {k: v for k, v in values.items() if takes_any or k in named}
 
 
-def _of_tools(use_tools: Callable[[str], Step]) -> HostEnvironment:
+def _from_tools(use_tools: Callable[[str], Step]) -> HostEnvironment:
   """Returns an environment of tools alone; its state counts the turns."""
 
   def step(state: int | None, action: str, example: Any, seed: int) -> Step:
@@ -160,10 +162,10 @@ def _of_tools(use_tools: Callable[[str], Step]) -> HostEnvironment:
   return HostEnvironment(lambda example, seed: Step(), step)
 
 
-def _of_gymnasium(
+def _from_gymnasium(
   subject: str, path: str, options: dict[str, Any], action: str
 ) -> HostEnvironment:
-  """Returns gymnasium's environment; its first observation has the actions."""
+  """Returns gymnasium's environment; its reset also explains the actions."""
   try:
     import gymnasium
 
@@ -176,7 +178,7 @@ def _of_gymnasium(
   about = spaces.instructions(environment, action)
   replay.close(environment)
 
-  class Named(gymnasium.Wrapper):
+  class WithInstructions(gymnasium.Wrapper):
     def __init__(self):
       super().__init__(make())
 
@@ -184,11 +186,11 @@ def _of_gymnasium(
       first, _ = super().reset(**arguments)
       return f"{about}\n\nObservation: {spaces.observation(first)}"
 
-  no_tools = lambda action, own: Step(done=True)
-  return _of_class(subject, Named, {}, no_tools, action)
+  no_tools = lambda action, methods: Step(done=True)
+  return _from_class(subject, WithInstructions, {}, no_tools, action)
 
 
-def _ours(subject: str, target: Any, options: dict) -> HostEnvironment:
+def _from_object(subject: str, target: Any, options: dict) -> HostEnvironment:
   """Returns the environment of a module or object."""
   reset = getattr(target, "reset", lambda: Step())
   step = getattr(target, "step", None)
@@ -199,7 +201,7 @@ def _ours(subject: str, target: Any, options: dict) -> HostEnvironment:
     )
   for_reset = _accepted(reset, options)
   for_step = _accepted(step, options)
-  # `step` must accept the options that `reset` does not.
+  # The check of `step` refuses options that neither function accepts.
   for_step |= {k: options[k] for k in options if k not in for_reset}
   return HostEnvironment(
     _by_name(f"{subject}: reset", reset, "example seed", for_reset),
@@ -213,7 +215,7 @@ def _by_name(
   names: str,
   options: dict[str, Any],
 ) -> Callable[..., Step]:
-  """Wraps a function to get those of the values `names` that it accepts."""
+  """Wraps a function with some of the parameters `names` to accept all."""
   arguments = _accepted(function, dict.fromkeys(names.split()))
   if both := [name for name in arguments if name in options]:
     raise ValueError(
@@ -231,18 +233,18 @@ def _by_name(
   return call
 
 
-def _of_class(
+def _from_class(
   subject: str,
   kind: type,
   options: dict[str, Any],
   use_tools: Callable[[str, Functions], Step],
   form: str,
 ) -> HostEnvironment:
-  """Returns the environment of a class; a class like TRL's has tools."""
+  """Returns the environment of a class like gymnasium's or TRL's."""
   _check(subject, kind, options)
   methods = dict(inspect.getmembers(kind, inspect.isroutine))
-  no_tools = ("reset", "get_reward", "close")
-  names = [name for name in methods if name[0] != "_" and name not in no_tools]
+  excluded = ("reset", "get_reward", "close")
+  names = [name for name in methods if name[0] != "_" and name not in excluded]
   tools = {name: methods[name] for name in names}
   if "reset" not in methods or not tools:
     raise ValueError(
@@ -262,7 +264,7 @@ def _of_class(
       value = instance.reset(**_accepted(instance.reset, values))
       pair = isinstance(value, tuple) and len(value) == 2
       if pair and isinstance(value[1], Mapping):
-        value, _ = value  # an observation, and gymnasium's information
+        value, _ = value  # gymnasium returns (observation, info)
       has_fields = is_step(value) or _is_result(value)
       return instance, _read(value if has_fields else Step(value))
 
@@ -285,7 +287,7 @@ def _of_class(
 
   described = dict(tools)
   for name, method in tools.items():
-    if "self" in inspect.signature(method).parameters:  # the model omits it
+    if "self" in inspect.signature(method).parameters:  # models omit self
       described[name] = types.MethodType(method, object())
     _check(f"{subject}: {name}", described[name], is_tool=True)
   play = replay.Replay(begin, act, reward)
@@ -293,7 +295,7 @@ def _of_class(
 
 
 def _read(value: Any) -> Step:
-  """Converts the result of a class's `step` to a Step."""
+  """Converts the result of a class's `reset` or `step` to a Step."""
   if is_step(value):
     value = Step(**value)
   elif _is_result(value):
@@ -310,5 +312,5 @@ def _read(value: Any) -> Step:
 
 
 def _is_result(value: Any) -> bool:
-  """Returns True for a Step and for OpenEnv's results and observations."""
+  """Returns True for objects like a Step or OpenEnv's result or observation."""
   return hasattr(value, "reward") and hasattr(value, "done")

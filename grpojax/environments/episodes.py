@@ -1,11 +1,11 @@
-"""Sampling with host environments: chunks of decoding alternate with answers.
+"""Samples with host environments: chunks of decoding alternate with answers.
 
     chunk   row 0   a a a E          row 1   b b b b     drawn on the devices
     answer          o o                                  by the environment
     chunk           a a ...                  b E
 
-A turn may take several chunks. Chunks depend on the samples and not on timing,
-so a run can be repeated exactly.
+A turn may take several chunks. Where a chunk ends depends on the samples and
+not on timing, so a run can be repeated exactly.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -18,14 +18,14 @@ from grpojax.core import meshes
 from grpojax.core.types import Params, Prompts, Rollout
 
 TOKENS = 32
-"""Tokens per chunk."""
+"""Maximum tokens per row in a chunk."""
 
 BLOCKS = (32, 128)
-"""Numbers of observation tokens per forward pass."""
+"""Compiled sizes of a forward pass over observations, in tokens per row."""
 
 
 class Turn(NamedTuple):
-  """A finished turn: its place in the batch, and its token ids."""
+  """A turn of the model: its place in the batch, and its token ids."""
 
   prompt: int
   sample: int
@@ -34,7 +34,7 @@ class Turn(NamedTuple):
 
 
 class Answer(NamedTuple):
-  """Answer of an environment to a turn."""
+  """Answer of an environment to a turn, with the observation's token ids."""
 
   ids: Sequence[int] = ()
   reward: float = 0.0
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
 class Programs(NamedTuple):
   """Compiled functions of `core.decoding.chunks`, with their options bound.
 
-  `decode` has tokens=TOKENS.
+  `decode` gets tokens=TOKENS.
   """
 
   begin: Callable  # `(params, prompts, key, *first_prompt) -> rows`
@@ -54,7 +54,7 @@ class Programs(NamedTuple):
 
 
 def _block(tokens: int) -> int:
-  """Returns the block size: small if at most three hold the tokens."""
+  """Returns the larger block size if three small blocks are too few."""
   small, large = BLOCKS
   return small if tokens <= 3 * small else large
 
@@ -70,15 +70,15 @@ def play(
   wait: Callable[[object], None] = lambda arrays: None,
   end: Callable[[list[Turn]], list[float]] | None = None,
 ) -> Generator[Any, None, Rollout]:
-  """Samples trajectories with the environments' rewards of turns, [B, G, K].
+  """Samples trajectories and their rewards per turn, [B, G, K].
 
-  This generator yields while the devices compute a chunk, so environments of
-  other trajectories can answer meanwhile. `wait` is called with the arrays it
-  needs next. `answer` answers the turns of a chunk that have ended, in order. A
-  trajectory is cut off without the observation if there is no room for it and a
-  further token, or after `max_turns` = K turns. `end`, if any, ends such
-  trajectories and returns rewards to add to their last turns. `first_prompt` is
-  as in `rollout`.
+  This generator yields while the devices compute a chunk, so that environments
+  of other trajectories can answer (`play_together`). `wait(arrays)` waits for
+  the arrays of a chunk. `answer` gets the turns that ended in a chunk. After
+  `max_turns` = K turns, or if an observation and one more token do not fit, the
+  trajectory is cut off without the observation. `end`, if any, gets the last
+  turns of all unfinished trajectories, and returns rewards to add to them.
+  `first_prompt` is as in `rollout`.
   """
   rows = programs.begin(params, prompts, key, *first_prompt)
   b, g, _ = rows.turns.shape
@@ -90,10 +90,10 @@ def play(
   while True:
     rows = programs.decode(params, rows, over, finished)
     samples = rows.samples
-    small = (samples.ids, samples.length, rows.waiting, rows.turn, samples.done)
-    yield small
-    wait(small)
-    ids, length, waiting, turn, done = meshes.fetch(small)
+    arrays = samples.ids, samples.length, rows.waiting, rows.turn, samples.done
+    yield arrays
+    wait(arrays)
+    ids, length, waiting, turn, done = meshes.fetch(arrays)
     if (done | over).all():
       places = np.argwhere(~finished & (length > 0)).tolist()
       if end is not None:
@@ -116,11 +116,11 @@ def play(
       if not over[i, j]:
         observed[i, j] = reply.ids
         begins[i, j] = length[i, j] + len(reply.ids)
-    rows = _read(programs, params, rows, observed)
+    rows = _feed(programs, params, rows, observed)
 
 
 def play_together(*plays: Generator[Any, None, object]) -> list[object]:
-  """Runs several plays alternately and returns their results."""
+  """Runs generators, such as `play`, alternately and returns their results."""
   results = [None] * len(plays)
   running = set(range(len(plays)))
   while running:
@@ -133,8 +133,8 @@ def play_together(*plays: Generator[Any, None, object]) -> list[object]:
   return results
 
 
-def _read(programs, params, rows, observed):
-  """Feeds the rows their observations, in blocks of one size."""
+def _feed(programs, params, rows, observed):
+  """Feeds observations to their rows, in blocks of one compiled size."""
   if not observed:
     return rows
   *shape, most = rows.turns.shape

@@ -1,8 +1,8 @@
-"""A jittable game: guess a number from 0 to N - 1 by "higher" and "lower".
+"""A jittable game: guess a number from 0 to N - 1, with hints.
 
-Token ids are the numbers, HIGHER = N, LOWER = N + 1 and START = N + 2, which is
-the whole prompt. A turn ends with any number (all are `eos_ids`), and a good
-policy's turns are single numbers. See docs/log.md.
+Token ids below N are numbers; a wrong guess is answered by HIGHER = N or LOWER
+= N + 1, and each prompt is START = N + 2. Any number ends a turn (all numbers
+are `eos_ids`): a good policy's turns are single numbers. Results: docs/log.md.
 
     START  7 HIGHER  11 LOWER  9
 """
@@ -21,7 +21,7 @@ def vocab_size(numbers: int) -> int:
 def higher_lower(
   numbers: int, max_turns: int, cost: float = 0.1
 ) -> Environment:
-  """Returns the game of N numbers; targets are the numbers to guess.
+  """Returns the game with N = `numbers`; a prompt's target is the solution.
 
   The right guess has reward 1 and ends the game; a wrong guess has -`cost`.
   """

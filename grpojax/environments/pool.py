@@ -4,8 +4,8 @@
       sent = pool.submit([("reset", example, seed), ...])
       steps = pool.collect(sent)  # a Step or an error message per call
 
-A step that raises, hangs, ends its process or returns an invalid value costs
-only its own episode.
+If a step raises, hangs, ends its process or returns an invalid value, only its
+own episode fails.
 """
 
 import json
@@ -18,19 +18,20 @@ from grpojax.runtime.processes import workers as workers_lib
 from grpojax.runtime.processes.workers import Job, Submission
 
 Call = Sequence[Any]
-"""("reset", example, seed), ("step", state, action, example, seed) or, if the
-pool `ends` episodes, ("end", state, example, seed)."""
+"""Name and arguments of a function: ("reset", example, seed), ("step", state,
+action, example, seed) or, with `ends` of a pool, ("end", state, example, seed).
+"""
 
-_LONGEST = 2**24  # bytes of an answer: an escaped observation and a state
-_TRIAL = ("1", "", "a longer made-up answer")
+_LONGEST = 2**24  # maximum bytes of an answer, whose JSON may be escaped
+_MADE_UP_ACTIONS = ("1", "", "a longer made-up answer")
 
 
 class EnvironmentPool(workers_lib.WorkerPool):
-  """Plays an environment of `conventions.resolve`; use it in a `with`.
+  """Runs an environment of `conventions.resolve`; use it in `with`.
 
-  With 0 `workers` it plays in this process, so a crash ends the program.
-  `timeout` is in seconds per step. For a class it is multiplied by the actions
-  so far, which are played again after a worker was lost.
+  With 0 `workers` it runs in this process, so a crash ends the program.
+  `timeout` is in seconds per step. For a class the limit grows with the actions
+  so far, because a new worker has to play them again.
 
   Attributes:
     tools: JSON schemas of the tools, for the chat template.
@@ -61,15 +62,15 @@ class EnvironmentPool(workers_lib.WorkerPool):
   ) -> Submission:
     """Starts calls; ValueError if a call is not JSON.
 
-    `places` chooses the workers of calls; None means by their seeds.
+    If `ends`, calls of the same place share a worker. Places default to seeds.
     """
     jobs = []
     for i, call in enumerate(calls):
-      # A copy by way of JSON, with workers and without, so calls share no data.
+      # Copy by way of JSON even without workers, so that calls share no data.
       content = json.loads(workers_lib.to_line(list(call)))
       plays = 1
       if self.ends and content[0] != "reset":
-        plays += 2 + len(content[1]["actions"])  # see `replay`
+        plays += 2 + len(content[1]["actions"])  # steps of a replay
       place = content[-1] if places is None else places[i]
       jobs.append(Job(content, 1, self._timeout * plays, place))
     sent = Submission(jobs)
@@ -81,7 +82,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
     submission: Submission,
     check_signals: Callable[[], None] = lambda: None,
   ) -> list[Step | str]:
-    """Waits for calls; returns a Step or an error message for each."""
+    """Waits for calls; returns a Step or an error message per call."""
     steps: list[Step | str] = [""] * len(submission.jobs)
     for _, done in self.results([submission], check_signals):
       (steps[done.index],) = done.outcomes or [done.error]
@@ -95,32 +96,32 @@ def check_replay(
   check_signals: Callable[[], None] = lambda: None,
   actions: Sequence[str] = (),
 ) -> list[Step | str]:
-  """Plays an episode four times in parallel: `actions`, then made-up actions.
+  """Tests that episodes can be repeated, by playing one four times in parallel.
 
-  Returns the answers to the reset and to each action, until the episode ends.
-  ValueError if the reset fails or the four answers differ.
+  The episode has `actions`, then made-up actions. Returns the answers to the
+  reset and to each action. ValueError if the reset fails or answers differ.
   """
   calls = [("reset", example, seed)] * 4
-  place = "its reset"
+  stage = "its reset"
   answers: list[Step | str] = []
-  for action in (*actions, *_TRIAL, ""):
-    # The first call gets the live instance; the other three replay the actions.
+  for action in (*actions, *_MADE_UP_ACTIONS, ""):  # the last is not played
+    # A worker's first call gets the live instance; further calls replay it.
     steps = pool.collect(pool.submit(calls, range(4)), check_signals)
     answers.append(steps[0])
     first, *others = [x if isinstance(x, str) else x[:4] for x in steps]
     if different := [other for other in others if other != first]:
       raise ValueError(
         "the environment answers differently when it is played again, at"
-        f" {place}: {first!r:.160} and {different[0]!r:.160}; a run could not"
+        f" {stage}: {first!r:.160} and {different[0]!r:.160}; a run could not"
         " resume exactly: draw random numbers from `seed`, `random` or"
         " `numpy.random`, not from a generator without a seed"
       )
-    if isinstance(first, str) and place == "its reset":
+    if isinstance(first, str) and stage == "its reset":
       raise ValueError(f"the environment cannot begin: it {first}")
     if isinstance(first, str) or steps[0].done:
       return answers
     calls = [("step", steps[0].state, action, example, seed)] * 4
-    place = f"the action {action!r}"
+    stage = f"the action {action!r}"
   if pool.ends:
     calls = [("end", steps[0].state, example, seed)] * 4
     pool.collect(pool.submit(calls, range(4)), check_signals)

@@ -1,9 +1,9 @@
-"""Host environments as functions of JSON values.
+"""Interface of environments on the host: functions of JSON values.
 
     reset(example, seed) -> Step                  once per prompt
     step(state, action, example, seed) -> Step    once per turn
 
-The state is explicit: any worker can do any step, and a step can be repeated.
+A step gets and returns its whole state, so any worker can run or repeat it.
 """
 
 import json
@@ -20,21 +20,21 @@ _LARGEST_OBSERVATION = 2**20
 
 
 class Step(NamedTuple):
-  """An environment's answer."""
+  """Answer of an environment to a reset or a turn."""
 
-  # Text, or messages {"role": ..., "content": ...} of text.
+  # Text, or chat messages {"role": TEXT, "content": TEXT}.
   observation: str | list[dict[str, str]] = ""
   reward: float | None = 0.0  # reward of the turn; None if it has none
   done: bool = False  # True if the episode has ended
-  state: Any = None  # JSON value for the next step
+  state: Any = None  # JSON value, passed to the next step
   info: Mapping[str, float] = {}  # numbers for logs
 
 
 def to_step(value: Any) -> Step:
-  """Converts a user's answer to a Step of plain JSON values.
+  """Converts the result of a user's environment to a Step of JSON values.
 
-  The answer must be a Step or a dict with some of its fields; else WrongAnswer
-  is raised. Of `info` only finite numbers stay.
+  WrongAnswer unless it is a Step, or a dict with any of its fields, with valid
+  values. `info` keeps only its finite numbers.
   """
   if is_step(value):
     value = Step(**value)
@@ -65,7 +65,7 @@ def to_step(value: Any) -> Step:
 
 
 def is_step(value: Any) -> bool:
-  """Returns True for a dict of fields of a Step."""
+  """Returns True for a dict whose keys are all names of fields of Step."""
   return isinstance(value, Mapping) and {*value} <= {*Step._fields}
 
 
@@ -79,12 +79,13 @@ def is_message(message: Any) -> bool:
 
 
 def _to_json(subject: str, value: Any, largest: int) -> Any:
-  """Returns a value after a round trip by JSON, with "?" for non-UTF-8."""
+  """Converts a value to JSON and back; "?" replaces text outside UTF-8."""
   options = {"allow_nan": False, "ensure_ascii": False, "default": to_plain}
   try:
     text = json.dumps(value, **options).encode(errors="replace")
   except (TypeError, ValueError, RecursionError) as error:
-    raise WrongAnswer(f"returned {subject}, not JSON: {error}") from error
+    message = f"returned {subject} that is not JSON: {error}"
+    raise WrongAnswer(message) from error
   if len(text) <= largest:
     return json.loads(text)
-  raise WrongAnswer(f"returned {subject} of {len(text)} bytes, above {largest}")
+  raise WrongAnswer(f"returned {subject} of {len(text)} bytes, limit {largest}")

@@ -1,11 +1,11 @@
-"""Environment classes as functions whose state is the actions so far.
+"""Runs environment classes as functions, with the actions so far as the state.
 
     {"actions": ["left", "up"], "seed": 7, "member": 7, "digest": "1c9..."}
 
 One worker does all steps of an episode and keeps its instance. If the worker is
 killed, another worker makes an instance with the same seed and example, and
 plays the actions again: `digest`, a hash of the replies, must be the same.
-`seed` began the episode; `member` is the seed of the sample.
+`seed` is the seed of the reset; `member` is the sample's own seed.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from grpojax.runtime.processes.user_calls import WrongAnswer
 
 @dataclasses.dataclass
 class Replay:
-  """Functions `reset`, `step` and `end` of a class's instances."""
+  """Functions `reset`, `step` and `end` of an environment class."""
 
   # `(example, seed) -> (instance, Step)`
   begin: Callable[[dict[str, Any], int], tuple[Any, Step]]
   act: Callable[[Any, str], Step]  # `(instance, action) -> Step`
-  # `(instance) -> reward`, when an episode is cut off.
+  # `(instance) -> reward` of an episode that is cut off; None: no reward.
   reward: Callable[[Any], Any] | None = None
   # Instances by the hash of their example and state.
   live: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -47,7 +47,7 @@ class Replay:
   ) -> Step:
     """Plays an action; WrongAnswer if a replay answers differently.
 
-    The seed may differ from the seed of the reset, which the group shares.
+    `seed` is the sample's own; the reset's seed may be shared by the group.
     """
     instance, first_seed = self._take(state, example, seed)
     actions = [*state["actions"], action]
@@ -85,7 +85,7 @@ class Replay:
     instance = self._pop(state, example, seed)
     if instance is not None:
       return instance, state["seed"]
-    # At first try the sample's seed: it is used if it begins as the group does.
+    # Before any action, the sample's seed is used if its reset answers alike.
     first = () if state["actions"] else (seed,)
     for first_seed in dict.fromkeys((*first, state["seed"])):
       with seeded(first_seed, 0):
@@ -111,7 +111,7 @@ class Replay:
       close(instance)
     else:
       key = _hash(example, reply.state)
-      close(self.live.pop(key, None))  # an episode may be played twice
+      close(self.live.pop(key, None))  # replace an older one
       self.live[key] = instance
     return reply
 
@@ -139,7 +139,7 @@ def _hash(*values: Any) -> str:
 
 @contextlib.contextmanager
 def seeded(*values: Any) -> Iterator[None]:
-  """Seeds `random` and `numpy.random` by JSON values, and restores them later.
+  """Seeds `random` and `numpy.random` with JSON values, then restores them.
 
   A repeated step draws the same numbers in any process.
   """

@@ -1,9 +1,9 @@
-"""The environment `retry`, which asks again after a wrong answer.
+"""Environment `retry`: asks again after a wrong answer.
 
     --config.environment.path=retry
 
-A right answer (by `exact_answer`) after k wrong ones has the reward `discount`
-** k and ends the episode; wrong answers have reward 0.
+A right answer (by `exact_answer`) ends the episode. After k wrong answers its
+reward is `discount` to the power of k; wrong answers have reward 0.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def step(
 ) -> Step:
   """Judges an answer; the state counts the wrong answers before it."""
   if not 0 <= discount <= 1:
-    raise ValueError(f"discount is {discount}: it must be from 0 to 1")
+    raise ValueError(f"discount is {discount}: use a number from 0 to 1")
   wrong = state["wrong"] if state else 0
   if exact_answer("", action, example):
     return Step(reward=float(discount) ** wrong, done=True)

@@ -1,6 +1,6 @@
-"""Conversion of actions from text, and of observations to text, for classes.
+"""Reads actions from text and writes observations as text, for classes.
 
-Spaces of gymnasium are recognised by their attributes, without importing it.
+gymnasium's spaces are recognised by their attributes, so it is not imported.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from grpojax.runtime.processes.user_calls import WrongAnswer
 from grpojax.runtime.processes.workers import to_plain
 
 ACTIONS = ("auto", "text", "number", "json")
-"""Forms of an action; "auto" follows the action space, or is text without."""
+"""Forms of an action; "auto" follows the action space, or else is "text"."""
 
-_OF_OPENENV = ("done", "reward", "metadata")  # fields of every observation
+_OPENENV_FIELDS = ("done", "reward", "metadata")  # in every observation
 
 
 class IllegalAction(ValueError):
@@ -29,9 +29,9 @@ class IllegalAction(ValueError):
 
 
 def read_action(text: str, form: str, space: Any = None) -> Any:
-  """Reads the action of a turn in one of the forms `ACTIONS`.
+  """Returns the action in a turn's text; `form` is one of `ACTIONS`.
 
-  IllegalAction if the text has no action in gymnasium's `space`.
+  IllegalAction if there is none, or none in gymnasium's `space`.
   """
   form = _form(form, space)
   if form == "text":
@@ -51,7 +51,7 @@ def read_action(text: str, form: str, space: Any = None) -> Any:
 
 
 def legal_actions(form: str, space: Any = None) -> str:
-  """Returns a sentence for the model about the legal actions."""
+  """Returns a sentence that tells the model which actions are legal."""
   form = _form(form, space)
   legal = {"number": "a number", "json": "JSON"}.get(form, "text")
   if hasattr(space, "n") and hasattr(space, "start"):
@@ -62,7 +62,7 @@ def legal_actions(form: str, space: Any = None) -> str:
 
 
 def instructions(environment: Any, form: str) -> str:
-  """Returns gymnasium's description of the actions, and `legal_actions`."""
+  """Returns gymnasium's text about the actions, and that of `legal_actions`."""
   about = inspect.getdoc(environment.unwrapped) or ""
   pattern = r"# Action Space\n(.*?)(?=^\s*#|\Z)"
   parts = re.findall(pattern, about, re.DOTALL | re.MULTILINE)
@@ -73,10 +73,10 @@ def instructions(environment: Any, form: str) -> str:
 def observation(value: Any) -> Any:
   """Converts an observation to text; texts and messages stay as they are.
 
-  A dataclass or pydantic model becomes its field `text` or `message`, if that
-  is text, else the JSON of its fields except `_OF_OPENENV`. Dicts, lists and
-  tuples become JSON, other values their `str`. WrongAnswer if the text would
-  differ between processes.
+  A dataclass or pydantic model becomes the text in its field `text` or
+  `message`, or else the JSON of all fields but `_OPENENV_FIELDS`. Dicts, lists
+  and tuples become JSON, other values their `str`. WrongAnswer if the text
+  would differ between processes.
   """
   if value is None:
     return ""
@@ -89,7 +89,7 @@ def observation(value: Any) -> Any:
     for name in ("text", "message"):
       if isinstance(fields.get(name), str):
         return fields[name]
-    value = {k: v for k, v in fields.items() if k not in _OF_OPENENV}
+    value = {k: v for k, v in fields.items() if k not in _OPENENV_FIELDS}
   if not has_text(value):
     raise WrongAnswer(
       f"returned an observation of type {type(value).__name__}, whose text"
@@ -102,7 +102,7 @@ def observation(value: Any) -> Any:
 
 
 def _form(form: str, space: Any) -> str:
-  """Returns the form, chosen by the space if it is "auto"."""
+  """Returns the form of actions; "auto" becomes the form that a space needs."""
   if form != "auto":
     return form
   if space is None or hasattr(space, "character_set"):
@@ -120,7 +120,7 @@ def _last_number(text: str) -> int | float:
 
 
 def _last_json(text: str) -> Any:
-  """Returns a text's JSON value, or the last object or list in the text."""
+  """Returns the JSON of a whole text, or else the last object or list in it."""
   try:
     return json.loads(text)
   except ValueError:

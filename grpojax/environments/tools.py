@@ -1,12 +1,12 @@
-"""Tools for a model to call in its turns.
+"""Reads and runs the tool calls in a model's turns, in three formats.
 
     hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
     llama3   {"name": "add", "parameters": {"a": 1}}; ...
     mistral  [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]
              [TOOL_CALLS]add[ARGS]{"a": 1}
 
-The model's text is never evaluated. Errors of a call or a tool are returned to
-the model in the tool's message.
+The model's text is never evaluated. If a call is invalid or a tool fails, the
+model reads the error as the tool's message.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ class Call(NamedTuple):
 
 
 def _calls(text: str, key: str = "arguments") -> list[Call | str]:
-  """Parses the JSON of a call or a list of calls; errors are strings."""
+  """Parses a call or list of calls; [error message] if the JSON is invalid."""
   try:
     values = json.loads(text)
     calls = []
     for value in values if isinstance(values, list) else [values]:
       arguments = value.get(key, {})
-      if isinstance(arguments, str):  # JSON in JSON, as OpenAI writes it
+      if isinstance(arguments, str):  # OpenAI writes JSON in a string
         arguments = json.loads(arguments)
       if not isinstance(arguments, dict) or not isinstance(value["name"], str):
         raise TypeError
@@ -54,14 +54,14 @@ def _without_thinking(text: str) -> str:
 
 
 def hermes(text: str) -> list[Call | str]:
-  """Reads calls of Qwen and Hermes models; the last tag may be missing."""
+  """Reads calls of Qwen and Hermes models; </tool_call> may be missing."""
   text = _without_thinking(text)
   pieces = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
   return [call for piece in pieces for call in _calls(piece)]
 
 
 def llama3(text: str) -> list[Call | str]:
-  """Reads calls of Llama 3 models, from a turn without other text."""
+  """Reads calls of Llama 3 models, from a turn that begins with a call."""
   text = _without_thinking(text).strip()
   tag = "<|python_tag|>"
   if not text.startswith(tag) and not re.match(r'\{\s*"name"', text):
@@ -71,7 +71,7 @@ def llama3(text: str) -> list[Call | str]:
 
 
 def mistral(text: str) -> list[Call | str]:
-  """Reads calls of Mistral models, in both their formats."""
+  """Reads calls of Mistral models: JSON lists, or NAME[ARGS] and JSON."""
   calls = []
   for piece in _without_thinking(text).split("[TOOL_CALLS]")[1:]:
     name, tag, arguments = piece.partition("[ARGS]")
@@ -86,7 +86,7 @@ _MADE_UP = {"integer": 1, "number": 1.0, "boolean": True, "array": []}
 
 
 def made_up(schema: Mapping[str, Any], tool_format: str) -> str:
-  """Returns a turn that calls a tool with arguments made up from its schema."""
+  """Returns a turn that calls a tool with made-up arguments of valid types."""
   function = schema["function"]
   arguments = {}
   parameters = function["parameters"]
@@ -103,16 +103,16 @@ def made_up(schema: Mapping[str, Any], tool_format: str) -> str:
 
 
 TOOL_CALLS = {"hermes": hermes, "llama3": llama3, "mistral": mistral}
-"""Readers of the calls in a turn's text, each a Call or an error message."""
+"""Functions that read a turn's calls, with error messages for invalid ones."""
 
-# Most characters of a turn's results. With up to 6 bytes per character in JSON
-# they fit into an observation.
+# Maximum characters of all results of a turn. With up to 6 bytes per character
+# in JSON they fit into an observation.
 _LONGEST = 2**17
 
 
 def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-  """Returns JSON schemas for chat templates; ValueError if impossible."""
-  # Imported here because it takes a second, and workers do not need it.
+  """Returns JSON schemas of tools; ValueError if one lacks documentation."""
+  # The import takes a second, and workers do not need transformers.
   from grpojax.runtime.text.tokenization import import_transformers
 
   get_json_schema = import_transformers().utils.get_json_schema
@@ -128,7 +128,7 @@ def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
 def answer(
   calls: Sequence[Call | str], functions: Mapping[str, Callable[..., Any]]
 ) -> Step:
-  """Runs the calls of a turn in order; without calls the episode ends."""
+  """Runs a turn's calls in order; a turn without calls ends the episode."""
   if not calls:
     return Step(done=True)
   messages = []
@@ -153,7 +153,7 @@ def answer(
 
 
 def has_text(value: Any) -> bool:
-  """Returns False for values whose text differs between processes."""
+  """Returns True if a value has the same text in every process."""
   if isinstance(value, Mapping):
     return all(map(has_text, [*value, *value.values()]))
   if isinstance(value, list | tuple):
@@ -167,14 +167,14 @@ _event_loop = functools.cache(asyncio.Runner)
 
 
 def awaited(value: Any) -> Any:
-  """Returns a value, or a coroutine's result (on one event loop, as in TRL)."""
+  """Returns a coroutine's result (on one event loop, as in TRL), or a value."""
   return _event_loop().run(value) if inspect.iscoroutine(value) else value
 
 
 def _run(
   call: Call | str, functions: Mapping[str, Callable[..., Any]]
 ) -> str | type:
-  """Returns the text of a tool's result, or its type if it has none."""
+  """Returns the text of a tool's result; its type if the text may differ."""
   if isinstance(call, str):
     raise WrongAnswer(call)
   if call.name not in functions:

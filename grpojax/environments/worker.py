@@ -1,7 +1,7 @@
-"""Worker process of `pool`: python -m grpojax.environments.worker.
+"""Worker process of `EnvironmentPool`: python -m grpojax.environments.worker.
 
-The first input line has the arguments of `conventions.resolve`, each later line
-a call (`pool.Call`). The answer to a call is a Step, or an error message.
+The first input line has the arguments of `conventions.resolve`; each later line
+has a call (`pool.Call`), which is answered with a Step or an error message.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ def parse(outcome: Any) -> Step | str:
 
 
 def prepare(setup: dict[str, Any]) -> workers.Answer:
-  """Returns the function that answers calls."""
+  """Loads an environment; returns a function that answers calls to it."""
   environment = conventions.resolve(**setup)
 
   def answer(call: Sequence[Any]) -> Iterator[Step | str]:

@@ -1,1 +1,1 @@
-"""Example programs: single files, with public functions alone."""
+"""Example programs: single files that call only public functions."""

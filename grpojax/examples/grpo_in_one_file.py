@@ -2,7 +2,7 @@
 
     python -m grpojax.examples.grpo_in_one_file [STEPS]
 
-The embedded model `arithmetic-careless` writes every step of a sum, but often
+The bundled model `arithmetic-careless` writes every step of a sum, but often
 forgets to carry. Rewards are computed in Python, between two jitted functions
 for sampling and learning:
 
@@ -70,7 +70,7 @@ def compute_rewards(
 
 
 def make_sample(policy: Policy) -> Callable[..., grpojax.Rollout]:
-  """Returns the jitted `(params, prompts, key) -> completions`."""
+  """Returns the jitted sampling, `(params, prompts, key) -> completions`."""
   sample = functools.partial(
     grpojax.rollout,
     policy.lm,
@@ -106,7 +106,7 @@ def make_learn(
 
   @jax.jit
   def learn(params, opt_state, samples, rewards):
-    # Each reward minus the mean of the other rewards of its group.
+    # Subtract from each reward the mean of its group's other rewards.
     advantages = grpojax.advantages.leave_one_out(rewards)
     grads = jax.grad(loss_fn)(params, samples, advantages)
     updates, opt_state = tx.update(grads, opt_state, params)

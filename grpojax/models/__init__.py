@@ -1,1 +1,1 @@
-"""Language models as pure functions, and the files that they come from."""
+"""Language models as pure functions, and readers and writers of their files."""

@@ -1,9 +1,9 @@
-"""Any causal language model as an `LM`: correct, if slower.
+"""Builds an `LM` from any causal language model: correct, but slower.
 
 `from_linen(module)` and `from_nnx(factory)` take a model that maps ids [N, S]
 to logits [N, S, V]; `from_apply(apply, init)` takes any such function.
 
-Each sample is an unbroken row: the prompt's real tokens, the completion, then
+Each sample is a row without gaps: the prompt's real tokens, the completion, and
 padding (mask False), which a causal model does not read. No work is shared:
 training repeats the prompt for each completion of its group, and decoding runs
 the whole row again for every token.
@@ -96,9 +96,9 @@ def from_linen(
 
       lm = from_linen(Transformer(vocab_size=256), positions="position_ids")
 
-  The module is causal, and called as `module(ids [N, S]) -> logits [N, S, V]`
-  without random keys (no dropout). `positions` and `mask` name its arguments
-  for positions [N, S] and for a mask [N, S], True on real tokens, if any.
+  The module must be causal. `module(ids [N, S]) -> logits [N, S, V]` is called
+  without random keys (no dropout). `positions` and `mask` name its arguments,
+  if any, for positions [N, S] and a mask [N, S] that is True on real tokens.
   `init` raises ValueError for collections other than "params".
   """
   keywords = _keywords(positions, mask)
@@ -130,11 +130,11 @@ def from_nnx(
       lm = from_nnx(lambda rngs: Transformer(vocab_size=256, rngs=rngs))
       lm = from_nnx(pretrained)
 
-  The module is as in `from_linen`, but called in evaluation mode. The LM's
+  The module is called as in `from_linen`, but in evaluation mode. The LM's
   parameters are a nested dict of its `nnx.Param`s; other variables do not
-  change. With a module, `init` copies its parameters for any key.
+  change. If you pass a module, `init` copies its parameters for any key.
   """
-  from flax import nnx  # imported late: it may not fit a newer jax
+  from flax import nnx  # may not support a newer jax
 
   keywords = _keywords(positions, mask)
   split = lambda module: nnx.split(module, nnx.Param, ...)
@@ -150,10 +150,10 @@ def from_nnx(
 
   def init(key: Key[Array, ""]) -> Params:
     params = nnx.to_pure_dict(split(build(random_key(key)))[1])
-    return jax.tree.map(jnp.copy, params)  # may be donated
+    return jax.tree.map(jnp.copy, params)  # the copy may be donated
 
   def apply(params, ids, positions, mask):
-    # New containers, because a merged module may write into them.
+    # Copy the containers, because a merged module may write into them.
     state, variables = jax.tree.map(lambda x: x, (template, frozen))
     nnx.replace_by_pure_dict(state, params)
     module = nnx.merge(graphdef, state, variables)
@@ -164,12 +164,12 @@ def from_nnx(
 
 
 def check_causal(lm: LM, params: Params, length: int = 8) -> None:
-  """Raises ValueError for a model in which tokens see later tokens.
+  """Raises ValueError if tokens of a model see later tokens.
 
   Compares the log-probabilities of two random completions that differ in their
-  second half. Rows have `length` tokens, the first of which is the prompt; the
-  length of your longest row tests the number of positions, too. Call it outside
-  of jit, with parameters that are not all zero.
+  second half. Rows have `length` tokens, and the first one is the prompt; pass
+  the length of your longest row to test the number of positions, too. Call it
+  outside of jit, with parameters that are not all zero.
   """
   if length < 3:
     raise ValueError(f"length={length} must be at least 3")

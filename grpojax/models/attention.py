@@ -1,7 +1,7 @@
 """Attention to a token's own row and to its prompt, and RMSNorm.
 
-Axes have the letters of `cache`; query head h of [B, G, K, R, S, E] attends
-with key head h // R.
+Axes are named as in `cache`. Queries are [B, G, K, R, S, E]: query head h reads
+key head h // R.
 """
 
 import functools
@@ -20,7 +20,7 @@ _PROMPT_QUERY_AXES = "bkgrse"
 
 
 class Visibility(NamedTuple):
-  """Arrays that decide, with the order of a row, which keys a query sees."""
+  """Arrays that decide, along with causal order, which keys a query sees."""
 
   # Positions in the whole sequence, consecutive within a segment.
   positions: Int[Array, "B G S"]
@@ -39,7 +39,7 @@ def rms_norm(
 ) -> Float[Array, "*tokens D"]:
   """Returns x / sqrt(mean(x^2) + eps) * scale (1 + scale with `offset`)."""
 
-  # Recomputed in the backward pass, which saves float32 copies of x.
+  # Recompute in the backward pass, instead of storing float32 copies of x.
   @functools.partial(jax.checkpoint, prevent_cse=False)
   @cpu.on_squeezed
   def normalize(x, scale):
@@ -60,7 +60,7 @@ def soft_cap(
 def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
   """Casts x with a rounding that XLA cannot remove.
 
-  If it did so in training only, rollout and training would differ.
+  If XLA removed it in training only, rollout and training would differ.
   """
   if dtype != jnp.float32:
     info = jnp.finfo(dtype)
@@ -69,13 +69,13 @@ def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
 
 
 class _Keys(NamedTuple):
-  """A part of the keys that a query attends to."""
+  """Keys and values of one source: the row, its cached slots or the prompt."""
 
   keys: Array
   values: Array
   mask: Array  # broadcastable to the logits, True if a query sees a key
   axes: tuple[str, str]  # letters of the axes of keys and of values
-  # [B, G, K, C], if keys and values have 8 bits (`quantization`)
+  # [B, G, K, C], if keys and values are 8-bit integers (`quantization`)
   key_scales: Array | None = None
   value_scales: Array | None = None
 
@@ -83,7 +83,7 @@ class _Keys(NamedTuple):
 def _query_scales(
   scales: Float[Array, "B G K C"], logits: Float[Array, "B G k r S C"]
 ) -> Float[Array, "B G k r 1 C"]:
-  """Returns each query's scales; several heads may share a row of keys."""
+  """Repeats the scales of key heads for the queries that read them."""
   b, g, k, r, _, c = logits.shape
   # A row of several heads lists its queries head by head (`_side_by_side`).
   heads = scales.shape[2] // k
@@ -101,18 +101,18 @@ def _attend(
 ) -> tuple[Float[Array, "*queries E"], Float[Array, "*queries 1"]]:
   """Returns softmax(q k^T * scale) v over all parts' keys, and log-sum-exps.
 
-  Weights are rounded after the softmax over all parts, so the split does not
-  matter. A query without visible keys gets a log-sum-exp near `NEGATIVE`.
-  `axes` are q's letters.
+  Weights are rounded after the softmax over all parts, so results do not depend
+  on the split. A query without visible keys gets a log-sum-exp near `NEGATIVE`.
+  `axes` are the letters of q's axes.
   """
-  # Logits have the letter of the keys' slots in place of channels.
+  # In the logits, the letter of the keys' slots replaces that of channels.
   (slot,) = set(parts[0].axes[0]) - set(axes)
   logits_axes = axes.replace("e", slot)
 
   def logits_of(part):
     product = f"{axes},{part.axes[0]}->{logits_axes}"
     logits = cpu.float32_einsum(product, q, part.keys.astype(q.dtype))
-    # A key's scale is the same for all its channels: it scales the logit.
+    # A key has one scale for all its channels, so it can scale the logit.
     if part.key_scales is not None:
       logits = logits * _query_scales(part.key_scales, logits)
     return jnp.where(part.mask, soft_cap(logits * scale, cap), NEGATIVE)
@@ -133,7 +133,7 @@ def _attend(
 
   def out_of(weights, part):
     product = f"{logits_axes},{part.axes[1]}->{axes}"
-    # A value's scale belongs to its slot, so the weight is multiplied by it.
+    # A value has one scale for all its channels, so it can scale the weight.
     if part.value_scales is not None:
       weights = weights * _query_scales(part.value_scales, weights)
     weights = rounded(weights, q.dtype)
@@ -144,10 +144,10 @@ def _attend(
 
 
 def _attend_prompt(q, prompt, mask, scale, cap, unit):
-  """Returns `_attend` of the prompts' keys; arrays lack the axes in `unit`.
+  """Attends to the prompts' keys; q and the results lack the axes in `unit`.
 
-  Each key head takes a single product with all samples and query heads as
-  rows; otherwise XLA would copy logits and weights.
+  Each key head takes a single product, whose rows are all samples and query
+  heads; otherwise XLA would copy logits and weights.
   """
   keys, values = (cpu.squeeze(x, cache.PROMPT_AXES, unit) for x in prompt)
   if mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
@@ -158,7 +158,7 @@ def _attend_prompt(q, prompt, mask, scale, cap, unit):
   part = _Keys(keys, values, mask, (cpu.without(cache.PROMPT_AXES, unit),) * 2)
   if "g" not in axes or "k" not in axes:
     return _attend(q, [part], scale, cap, axes)
-  # [B, G, K, R, S, E] x [B, K, P, E] is batched over B and K, so these lead.
+  # [B, G, K, R, S, E] x [B, K, P, E] is batched over B and K, so they lead.
   swap = lambda x: jnp.swapaxes(x, axes.index("g"), axes.index("k"))
   out, lse = _attend(swap(q), [part], scale, cap, axes)
   return swap(out), swap(lse)
@@ -169,10 +169,10 @@ def _side_by_side(
 ) -> Float[Array, "B G _ _ S _"]:
   """Returns queries [B, G, K/n, n R, S, n E] for rows of n = `heads` keys.
 
-  Each query has its E numbers beside its own key, and zeros elsewhere:
+  Each query has its E numbers at its own key's channels, and zeros elsewhere:
 
-      q0 q1 . .  ->  q0 0      of keys  k0 k1
-                     0 q1
+      q0 q1  ->  q0 0      for the row of keys  k0 k1
+                 0 q1
   """
   b, g, k, r, s, e = q.shape
   q = q.reshape(b, g, k // heads, heads, r, s, e)
@@ -184,13 +184,13 @@ def _side_by_side(
   return jnp.concatenate(wide, axis=3)
 
 
-def _apart(out: Float[Array, "B G k r S e"], heads: int) -> Array:
-  """Undoes `_side_by_side` in outputs: [B, G, K, R, S, E]."""
+def _separate_heads(out: Float[Array, "B G k r S e"], heads: int) -> Array:
+  """Undoes `_side_by_side` for outputs: returns [B, G, K, R, S, E]."""
   b, g, k, r, s, e = out.shape
   r, e = r // heads, e // heads
   part = lambda i, size: slice(i * size, (i + 1) * size)
-  # Rows and channels of head i: the products with other heads' values are
-  # left out.
+  # Take the rows and channels of head i, without products with other heads'
+  # values.
   outputs = [out[:, :, :, part(i, r), :, part(i, e)] for i in range(heads)]
   return jnp.stack(outputs, axis=3).reshape(b, g, k * heads, r, s, e)
 
@@ -211,24 +211,24 @@ def two_part_attention(
 
   `row` and `prompt` are keys and values. The two parts are merged by their
   log-sum-exps, so the prompt's keys are never copied per sample. In decoding,
-  `slots` hold the row's earlier tokens; one softmax is taken over these and the
+  `slots` hold the row's earlier tokens; a single softmax covers these and the
   new tokens.
 
-  Masks are True on visible keys. Each query must see a key of its row, and may
-  see no prompt and no slots. `row_mask` is broadcastable to [B, G, K, R, S, C],
-  `slot_mask` to the logits. `scale` is the
+  Masks are True on visible keys. Each query must see a key of its row; it need
+  not see any of the prompt or the slots. `row_mask` is broadcastable to
+  [B, G, K, R, S, C], `slot_mask` to the logits of all slots. `scale` is the
   factor of the logits, 1 / sqrt(E) by default; they are capped before masking.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   shape = q.shape
   # Squeezing makes gradients faster (`cpu`), and decoding has none.
   unit = "" if slots else cpu.unit_axes(shape[:4], _QUERY_AXES[:4])
-  together = 1
+  per_row = 1
   parts = []
-  # The cache has n heads in a row of slots, so queries and the row get the same
+  # The cache has n heads per row of slots; queries and the row need the same
   # layout.
   if slots:
-    together = q.shape[2] // slots.keys.shape[2]
+    per_row = q.shape[2] // slots.keys.shape[2]
     keys, values, *scales = slots
     axes = (cache.ROW_AXES,) * 2
     parts = [_Keys(keys, values, slot_mask, axes, *scales)]
@@ -238,17 +238,17 @@ def two_part_attention(
     row_mask = cpu.squeeze(row_mask, "bgkrsc", unit)
   row_q = q
   row_axes = cpu.without(cache.ROW_AXES, unit)
-  if together > 1:
-    row_q = _side_by_side(q, together)
-    keys, values = (cache.side_by_side(x, together) for x in (keys, values))
-  # One softmax over the cached slots and the row itself
+  if per_row > 1:
+    row_q = _side_by_side(q, per_row)
+    keys, values = (cache.side_by_side(x, per_row) for x in (keys, values))
+  # Take one softmax over the cached slots and the row itself.
   parts.append(_Keys(keys, values, row_mask, (row_axes,) * 2))
   out, lse = _attend(row_q, parts, scale, cap, cpu.without(_QUERY_AXES, unit))
-  if together > 1:
-    out = _apart(out, together)
+  if per_row > 1:
+    out = _separate_heads(out, per_row)
     # [B, G, K/n, n R, S] lists heads in the same order as [B, G, K, R, S].
     lse = lse.reshape(*q.shape[:-1], 1)
-  # A second softmax over the prompt, merged with the first
+  # Take a second softmax over the prompt, and merge it with the first.
   if prompt is not None:
     prompt_out, prompt_lse = _attend_prompt(
       q, prompt, prompt_mask, scale, cap, unit

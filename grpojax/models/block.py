@@ -25,8 +25,8 @@ ACTIVATIONS = {
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
-# Checkpoint names of values that "selective" rematerialisation saves, and of
-# products that "attention" saves as well.
+# Checkpoint names: rematerialisation "selective" saves SAVED values, and
+# "attention" saves PRODUCTS as well.
 SAVED = "saved"
 PRODUCTS = "products"
 
@@ -36,11 +36,11 @@ Local = bool | Bool[Array, ""]
 
 
 class Routing(NamedTuple):
-  """Options of the routers of tokens [B, G, S]."""
+  """Options for routing tokens [B, G, S] to experts."""
 
-  # Weights of the tokens in the load; None: no load is computed.
+  # Weight of each token in the experts' load; None: no load is computed.
   load_weights: Float[Array, "B G S"] | None = None
-  # The tokens' experts in this layer; None: the routers choose.
+  # Each token's experts in this layer; None: the router chooses.
   replayed: Integer[Array, "B G S count"] | None = None
 
 
@@ -70,12 +70,12 @@ class TokenContext(NamedTuple):
 def _project(
   x: Float[Array, "B G S in"], layer: Layer, name: str
 ) -> Float[Array, "B G S out"]:
-  """Returns x W + (x A) B + bias, with the adapter and bias if any."""
+  """Returns x W + (x A) B + bias; adapter and bias are optional."""
   y = quantization.matmul(x, layer, name)
   if f"{name}_lora_a" in layer:
     low_rank = matmul(x, layer[f"{name}_lora_a"])
     y = y + matmul(low_rank, layer[f"{name}_lora_b"])
-  # Added in float32, because the bias's gradient is a sum over all tokens.
+  # Add the bias in float32, because its gradient is a sum over all tokens.
   if f"{name}_bias" in layer:
     y = y + jnp.broadcast_to(layer[f"{name}_bias"], y.shape)
   return y
@@ -92,7 +92,7 @@ class Heads(NamedTuple):
 def _masks(
   local: Local, window: int, context: TokenContext
 ) -> tuple[Array, Array | None, Array | None]:
-  """Returns masks of row, slots and prompt, limited to a local window."""
+  """Returns masks of row, slots and prompt, with a window if `local`."""
   row = context.mask
   slots = context.slot_mask
   prompt = context.prompt_mask
@@ -102,12 +102,12 @@ def _masks(
   def in_window(key_positions):  # [B, G, keys] -> [B, G, 1, 1, S, keys]
     distance = context.positions[..., None] - key_positions[..., None, :]
     near = distance < window
-    # If traced, the layer may be global: then all keys are in its window.
+    # A traced `local` may be False: then all keys are in the window.
     near = near if local is True else near | ~local
     return near[:, :, None, None]
 
   # Row: [S, S] or [B, G, 1, 1, S, S]. Positions are consecutive in a segment,
-  # so the window is a number of tokens.
+  # so the window counts tokens.
   near = in_window(context.positions)
   row = jnp.broadcast_to(row, near.shape) & near
   if slots is not None:
@@ -124,7 +124,7 @@ def _masks(
 
 
 def rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
-  """Returns a layer's rotary table, global or local."""
+  """Returns the rotary table of a layer, which may be global or local."""
   if len(tables) == 1 or local is False:
     return tables[0]
   if local is True:
@@ -139,7 +139,7 @@ def _heads(
   layer: Layer,
   table: RotaryTable,
 ) -> Heads:
-  """Projects tokens to heads, normalises and rotates them."""
+  """Projects tokens to queries, keys and values, and rotates the first two."""
   c = config
   b, g, s, _ = y.shape
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -148,7 +148,7 @@ def _heads(
   v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
   if c.qk_norm:
     q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
-  # Rotated in float32, then rounded to the dtype of products.
+  # Rotate in float32, then round to the dtype of products.
   q, k = (rotate(x, table).astype(y.dtype) for x in (q, k))
   return Heads(q, k, v.astype(y.dtype))
 
@@ -225,7 +225,7 @@ def layer_of(
   y = constrain(y, "batch", "group")
   mesh = jax.sharding.get_abstract_mesh()
   if y.shape[2] == 1 and "tensor" in free_axes(mesh):
-    # In decoding, XLA:TPU would otherwise convert y first and send float32.
+    # In decoding, XLA:TPU would convert y to float32 before sending it.
     y = jax.lax.optimization_barrier(y)
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
@@ -233,7 +233,6 @@ def layer_of(
   y = norm(x, layer["mlp_norm"])
   load = experts = None
   if c.experts:
-    # Rollouts compute no load.
     weights = routing.load_weights
     if weights is not None:
       load = expert_load(y, layer["router"], c.experts_per_token, weights)
@@ -280,5 +279,5 @@ def block_of_both(
   prompts, row, routed = run(x[0], layer, local, contexts[0], None, None)
   prompt = cache.of_prompt(row)
   x, _, more = run(x[1], layer, local, contexts[1], prompt, None)
-  # A token of either array counts in the load; None without weights.
+  # Add up the loads of both arrays; they are None without weights.
   return (prompts, x), jax.tree.map(jnp.add, routed.load, more.load)

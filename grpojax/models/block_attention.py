@@ -1,7 +1,7 @@
 """Attention of long rows in blocks of queries and keys, to save memory.
 
 An online softmax (FlashAttention, Dao et al. 2022, arXiv 2205.14135) in plain
-JAX: at any time, logits exist for a single block of queries and of keys.
+JAX: at any time, logits exist for one block of queries and one block of keys.
 Blocks in the future or beyond the window are left out:
 
               keys 0  1  2  3
@@ -40,19 +40,19 @@ ATTENTION = ("auto", "plain", "blocks", "kernel")
 TPUs and GPUs and blocks on CPUs."""
 
 WHOLE = 256  # rows of at most this many tokens always use plain attention
-BLOCK = 128  # tokens
+BLOCK = 128  # tokens of a block
 
 LONG = 2048
-"""Rows of more tokens have blocks of 2 BLOCK tokens, to limit the overhead of
-the loop over key blocks."""
+"""Rows of more tokens have blocks of 2 BLOCK tokens, to shorten the loop over
+key blocks."""
 
-CAUSAL = "causal_block"  # name scope of key blocks up to the queries' own
+CAUSAL = "causal_block"  # name scope of key blocks that may be skipped
 
 RowAttention = Callable[..., Array]  # with the arguments of `block_attention`
 
 _QUERY_AXES = "bgkrse"
 
-# Recomputes a block in the backward pass.
+# Recompute a block in the backward pass.
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -65,46 +65,46 @@ class _Settings(NamedTuple):
 
 
 def _in_window(settings, positions, local, key_positions) -> Array:
-  """Returns True for keys [., ., C] in the window of queries: [B, G, S, C]."""
+  """Returns a mask [B, G, S, C], True for keys in the window of a query."""
   distance = positions[..., None] - key_positions[..., None, :]
   return (distance < settings.window) | ~jnp.asarray(local)
 
 
 def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
-  """Returns a row's mask for a block of keys, and whether it shows a key."""
+  """Returns a row's mask for a block of keys, and if a key may be visible."""
   index, positions, segments = keys
   query_index, query_positions, query_segments, local = queries
   block = settings.block
-  apart = (query_index - index) * block  # slots from first key to first query
+  offset = (query_index - index) * block  # slots from first key to first query
   slot = jnp.arange(block)
-  mask = apart + slot[:, None] >= slot
-  # A block of later keys only is skipped.
-  seen = apart >= 0
+  mask = offset + slot[:, None] >= slot
+  # A block with only later keys is skipped.
+  seen = offset >= 0
   if segments is not None:
     mask &= query_segments[..., None] == segments[..., None, :]
   if settings.any_local:
     mask &= _in_window(settings, query_positions, local, positions)
     # The closest pair is the first query and the last key of the blocks.
-    reached = apart - block + 1 < settings.window
+    reached = offset - block + 1 < settings.window
     seen &= reached | ~jnp.asarray(local)
   # Broadcast over heads: [B, G, 1, 1, S, C].
   return mask if mask.ndim == 2 else mask[:, :, None, None], seen
 
 
 def _prompt_mask(settings, queries, keys) -> tuple[Array, None]:
-  """Returns the mask of a block of prompt keys, whose positions are slots."""
+  """Returns a prompt's mask for a block of keys; None: it is never skipped."""
   index, mask = keys
   _, positions, _, local = queries
   # [B, C] -> [B, 1, 1, C]; prompts precede all queries, so no order is needed.
   mask = mask[:, None, None]
   if settings.any_local:
-    slots = index * settings.block + jnp.arange(settings.block)
-    mask &= _in_window(settings, positions, local, slots[None, None])
+    key_positions = index * settings.block + jnp.arange(settings.block)
+    mask &= _in_window(settings, positions, local, key_positions[None, None])
   return mask[:, :, None, None], None
 
 
 def _split(x: Array | None, axis: int, size: int) -> Array | None:
-  """Splits an axis into blocks, padded with zeros, on a new leading axis."""
+  """Splits an axis into zero-padded blocks; adds a leading axis of blocks."""
   if x is None:
     return None
   x = pad(x, axis, -x.shape[axis] % size)
@@ -119,7 +119,7 @@ def _join(blocks: Array, axis: int, size: int) -> Array:
 
 
 def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
-  """Returns the key blocks of row and prompt: axes, mask function, arrays."""
+  """Returns (axes, mask function, key blocks) of the row and of any prompt."""
 
   def blocks(arrays, axes, slot):
     return tuple(_split(x, axes.index(slot), settings.block) for x in arrays)
@@ -127,7 +127,7 @@ def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
   keys, values = blocks(row, ROW_AXES, "c")
   tokens = visibility.positions, visibility.segments
   positions, segments = blocks(tokens, "bgc", "c")
-  # `_forward` passes a 0 that keeps the indices from being constants.
+  # `_forward` passes an array, 0, so that JAX does not make masks constants.
   masked_by = start + jnp.arange(len(keys)), positions, segments
   parts = [(ROW_AXES, _row_mask, (keys, values, masked_by))]
   if prompt is not None:
@@ -139,7 +139,7 @@ def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
 
 
 def _query_blocks(settings, q, visibility: Visibility):
-  """Returns blocks of queries: q, and indices, positions, segments, local."""
+  """Returns blocks of q, and their indices, positions, segments and `local`."""
   split = functools.partial(_split, size=settings.block)
   blocks = split(q, 4)
   # A scan over blocks needs `local` once per block; it may be a Python bool.
@@ -151,7 +151,7 @@ def _query_blocks(settings, q, visibility: Visibility):
 
 
 def _products(axes: str):
-  """Returns float32 products of queries with keys, and weights with values."""
+  """Returns functions for the float32 products q k and weights v."""
   # As in `attention._attend`: the slots' letter replaces that of channels.
   (slot,) = set(axes) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
@@ -169,14 +169,14 @@ def _add_if(seen, add, carry, *operands):
     return jax.lax.cond(seen, add, lambda carry, *_: carry, carry, *operands)
 
 
-def _laid_out(q):
+def _constrain_queries(q):
   return constrain(q, "batch", "group", "kv_heads", "query_heads")
 
 
 def _forward(settings, q, row, prompt, visibility):
   """Returns the output, float32, and log-sum-exps [B, G, K, R, S]."""
-  # Without the barrier, JAX would hoist constants out of an outer loop that it
-  # differentiates (over layers): the masks of all blocks at once.
+  # Without the barrier, JAX would hoist the masks of all blocks, as constants,
+  # out of the loop over layers that it differentiates.
   # `local` may be a Python bool, which the barrier would turn into an array.
   local = visibility.local
   start = jnp.zeros((), jnp.int32)
@@ -188,9 +188,9 @@ def _forward(settings, q, row, prompt, visibility):
 
   def attend_block(_, block):
     q, queries = block
-    q = _laid_out(q)
-    # The largest logit so far, and the sums of exp(logit - largest) and of
-    # these weights times values, which are rescaled when a larger logit comes.
+    q = _constrain_queries(q)
+    # The largest logit so far, the sum of weights exp(logit - largest), and the
+    # sum of weights times values. A larger logit rescales both sums.
     carry = (
       jnp.full((*q.shape[:-1], 1), NEGATIVE, jnp.float32),
       jnp.zeros((*q.shape[:-1], 1), jnp.float32),
@@ -205,10 +205,10 @@ def _forward(settings, q, row, prompt, visibility):
         logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
         logits = jnp.where(mask, logits, NEGATIVE)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1, keepdims=True))
-        # Masked again: all logits are equal before the first visible key.
+        # Mask again: until a key is visible, all logits equal the largest.
         weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
         rescale = jnp.exp(top - new_top)
-        # Summing rounded weights makes an average of equal values exact.
+        # The sum of rounded weights makes an average of equal values exact.
         weights = rounded(weights, q.dtype)
         added = jnp.sum(weights.astype(jnp.float32), axis=-1, keepdims=True)
         total = total * rescale + added
@@ -241,7 +241,7 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
   """
   q, row, prompt = primals
   dq, *dkeys_values = tangents
-  # Gradients are sums over blocks, in float32, and rounded in each block.
+  # Gradients are float32 sums over blocks; each block's addend is rounded.
   drow, dprompt = jax.tree.map(lambda x: x.astype(jnp.float32), dkeys_values)
   parts = _key_blocks(settings, row, prompt, visibility)
   tangent_parts = _key_blocks(settings, drow, dprompt, visibility)
@@ -251,10 +251,10 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
   @_recomputed
   def tangent_block(block):
     q, dq, out, lse, queries = block
-    q = _laid_out(q)
-    dq = _laid_out(dq).astype(jnp.float32)
+    q = _constrain_queries(q)
+    dq = _constrain_queries(dq).astype(jnp.float32)
     lse = lse[..., None]
-    # Sums over keys: of w d l v + w d v, and of w d l
+    # Two sums over keys: of w d l v + w d v, and of w d l
     carry = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lse.shape, jnp.float32)
 
     def add_part(carry, part, tangent_part):
@@ -270,7 +270,7 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
         slope = settings.scale
         if settings.cap is not None:
           slope = slope * (1 - (logits / settings.cap) ** 2)
-        # With the final log-sum-exp, weights are those of the whole softmax.
+        # The final log-sum-exp gives the weights of the whole softmax.
         weights = jnp.where(mask, jnp.exp(logits - lse), 0)
         dweights = weights * slope * dlogits
         dtotal += jnp.sum(dweights, axis=-1, keepdims=True)
@@ -310,14 +310,14 @@ def _attention(settings, q, row, prompt, visibility):
 def _attention_jvp(settings, primals, tangents):
   *primals, visibility = primals
   out, lse = _forward(settings, *primals, visibility)
-  along = functools.partial(
+  derivative = functools.partial(
     _tangent, settings, out, lse, primals, visibility=visibility
   )
-  # `along` is linear, but older versions of JAX only transpose a scan that they
-  # have linearized. The value at 0 is not used.
+  # `derivative` is linear, but older versions of JAX only transpose a scan that
+  # they have linearized. The value at 0 is not used.
   # Masks and positions have no tangents.
   tangents = tangents[:3]
-  _, linear = jax.linearize(along, jax.tree.map(jnp.zeros_like, tangents))
+  _, linear = jax.linearize(derivative, jax.tree.map(jnp.zeros_like, tangents))
   return out.astype(primals[0].dtype), linear(tangents)
 
 
@@ -332,10 +332,10 @@ def block_attention(
   cap: float | None = None,
   block: int | None = None,
 ) -> Float[Array, "B G K R S E"]:
-  """Returns causal `two_part_attention` of whole rows (C = S).
+  """Computes causal `two_part_attention` of whole rows (C = S) in blocks.
 
-  Memory is a few times B G H block^2 float32 besides arguments and result.
-  `window` applies to local layers; blocks have `block` tokens (None: by S).
+  Besides arguments and result, it needs a few times B G H block^2 float32.
+  `window` applies to local layers. `block` is the number of tokens.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:
@@ -346,16 +346,15 @@ def block_attention(
 
 
 def choose(attention: str, platform: str | None) -> RowAttention | None:
-  """Returns the attention of long rows by its name; None for "plain".
+  """Returns the function for attention of long rows, or None for "plain".
 
-  Blocks replace kernels on mesh axes that a user has taken, and in rows too
-  long for the kernels.
+  Blocks replace kernels that cannot run (`kernel_attention.is_usable`).
   """
   if attention in ("plain", "blocks"):
     return block_attention if attention == "blocks" else None
 
   def row_attention(q, row, prompt, visibility, **options):
-    from grpojax.models import kernel_attention  # Pallas takes long to import
+    from grpojax.models import kernel_attention  # importing Pallas is slow
 
     runs_on = platform or jax.default_backend()
     attend = block_attention

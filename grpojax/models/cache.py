@@ -5,13 +5,13 @@
                                token i
     prompt   [B, K, P, E]      once per group
 
-Slots may hold 8-bit integers with scales [B, G, K, C] (`quantization`). The
-layers of a stack (`layer_stacks`) have a leading axis. A decoding step writes
-the new tokens of all layers at its end, in place.
+Slots may hold 8-bit integers with scales [B, G, K, C] (`quantization`). Stacks
+(`layer_stacks`) have a leading axis of layers. A decoding step ends by writing
+the new tokens of all layers in place.
 
 A TPU reads whole rows of 128 lanes. Narrower heads are put side by side, n in
-a row: slots [B, G, K/n, C, n E]. Queries have zeros at the other heads' keys
-(`attention.two_part_attention`).
+a row: slots [B, G, K/n, C, n E]. Queries then have zeros at other heads'
+channels (`attention.two_part_attention`).
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class KeysValues(NamedTuple):
 
 
 class Slots(NamedTuple):
-  """Cached keys and values of a layer or a stack; 8-bit ones have scales."""
+  """Cached keys and values of a layer or stack; 8-bit integers have scales."""
 
   keys: Shaped[Array, "*layers B G K C E"]
   values: Shaped[Array, "*layers B G K C E"]
@@ -83,14 +83,14 @@ def create(
   in_8_bits: bool = False,
   platform: str | None = None,
 ) -> Cache:
-  """Returns an empty cache; `layers` counts the layers of each stack."""
+  """Returns an empty cache; `layers` lists the number of layers per stack."""
   stacks = []
-  together = _heads_together(kv_heads, head_dim) if platform == "tpu" else 1
-  width = head_dim * together
+  per_row = _heads_per_row(kv_heads, head_dim) if platform == "tpu" else 1
+  width = head_dim * per_row
   stored = jnp.int8 if in_8_bits else dtype
   for count in layers:
     rows = count, batch, group_size
-    shape = *rows, kv_heads // together, capacity, width
+    shape = *rows, kv_heads // per_row, capacity, width
     keys_values = [jnp.zeros(shape, stored) for _ in range(2)]
     shape = *rows, kv_heads, capacity  # scales per head
     scales = [jnp.zeros(shape, dtype) for _ in range(2)]
@@ -98,8 +98,8 @@ def create(
   return _constrain(tuple(stacks))
 
 
-def _heads_together(kv_heads: int, head_dim: int) -> int:
-  """Returns the number of heads that fill a TPU's lanes on each device."""
+def _heads_per_row(kv_heads: int, head_dim: int) -> int:
+  """Returns the number of heads per row of a TPU's lanes (1: do not share)."""
   count = max(LANES // head_dim, 1)
   mesh = jax.sharding.get_abstract_mesh()
   devices = free_axes(mesh).get("tensor", 1)
@@ -133,7 +133,7 @@ def grow(cache: Cache, slots: int) -> Cache:
 def map_rows(
   function: Callable[..., Array], cache: Cache, *others: Cache
 ) -> Cache:
-  """Maps a function of arrays [B, G, ...] over the rows of a cache."""
+  """Applies a function of arrays [B, G, ...] to each layer of a cache."""
   mapped = jax.vmap(function)  # layer by layer
   return _constrain(jax.tree.map(mapped, cache, *others))
 
@@ -141,14 +141,14 @@ def map_rows(
 def map_prompts(
   function: Callable[..., Array], stacks: tuple[PromptKeysValues, ...]
 ) -> tuple[PromptKeysValues, ...]:
-  """Maps a function of a layer's arrays [B, ...] over stacks of layers."""
+  """Applies a function of arrays [B, ...] to each layer of prompts' stacks."""
   mapped = jax.vmap(function)
   names = None, "batch", "kv_heads"
   return jax.tree.map(lambda x: constrain(mapped(x), *names), stacks)
 
 
 def from_heads(*keys_values: Float[Array, "B G S K E"]) -> KeysValues:
-  """Returns projected keys and values as a row."""
+  """Lays out projected keys and values as rows [B, G, K, S, E]."""
   rows = (x.transpose(0, 1, 3, 2, 4) for x in keys_values)
   return KeysValues(*(constrain(x, "batch", "group", "kv_heads") for x in rows))
 
@@ -218,6 +218,6 @@ def _on_devices(write: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:
-  """Returns rows of prompts (G = 1) as keys and values without the axis G."""
+  """Removes the group axis (G = 1) from keys and values of prompts."""
   prompts = (constrain(x[:, 0], "batch", "kv_heads") for x in tokens)
   return PromptKeysValues(*prompts)

@@ -12,12 +12,12 @@ from grpojax.core.types import Params
 from grpojax.models.rope import Rope
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-"""Dtypes of computation and of exported weights, by name."""
+"""Dtypes for computation and for exported weights, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-  """Shape of a decoder; hashable, so it can key a compilation.
+  """Architecture of a decoder; hashable, so it can be static in `jax.jit`.
 
   Sizes are V = `vocab_size`, D = `width`, L = `layers`, H = `heads`, K =
   `kv_heads` (divides H), E = `head_dim` (even), F = `mlp` (per expert, if any).
@@ -25,12 +25,12 @@ class TransformerConfig:
   Attributes:
     rope: rotary embedding.
     norm_eps: number added to the mean square in RMSNorm.
-    qkv_bias: biases of query, key and value projections.
-    o_bias: bias of the attention's output projection.
-    mlp_bias: biases of the MLP's three projections.
+    qkv_bias: query, key and value projections have biases.
+    o_bias: the attention's output projection has a bias.
+    mlp_bias: the MLP's three projections have biases.
     tied: the output head is the transposed embedding.
     qk_norm: each head's queries and keys are normalised.
-    norm_offset: norms scale by 1 + their weights.
+    norm_offset: norms multiply by 1 + their weights.
     post_norms: outputs of attention and MLP are normalised, too.
     activation: function of the MLP's gate, "silu" or "gelu_tanh".
     scaled_embedding: the embedding is multiplied by sqrt(D).
@@ -38,14 +38,14 @@ class TransformerConfig:
     attention_cap: soft cap of the attention logits, or None.
     logits_cap: soft cap of the output logits, or None.
     local_layers: True for each layer in which a token attends to the last
-      `window` tokens only; () means none.
+      `window` tokens only; () means no local layers.
     window: tokens that a local layer attends to, the token itself included.
     local_rope: rotary embedding of local layers; None means `rope`.
     experts: X, experts per layer; 0 means a dense MLP without a router.
     experts_per_token: number of experts that each token uses.
     normalize_experts: the weights of a token's experts sum to 1.
-    labels: outputs of a sequence classifier; 0 means a language model.
-    gaps: ranges [start, stop) of ids without a token, with probability 0.
+    labels: outputs of a sequence classifier; 0 means it is a language model.
+    gaps: ranges [start, stop) of unused ids, which have probability 0.
   """
 
   vocab_size: int
@@ -90,7 +90,7 @@ class TransformerConfig:
 
 
 def check(config: TransformerConfig) -> None:
-  """Raises ValueError if the parts of a configuration do not fit."""
+  """Raises ValueError if fields of a configuration contradict each other."""
   c = config
   if c.heads % c.kv_heads:
     raise ValueError(f"heads={c.heads} is no multiple of kv_heads={c.kv_heads}")
@@ -98,10 +98,10 @@ def check(config: TransformerConfig) -> None:
     raise ValueError(f"head_dim={c.head_dim} must be even for RoPE")
   if len(c.locality) != c.layers:
     raise ValueError(
-      f"local_layers names {len(c.local_layers)} of {c.layers} layers"
+      f"local_layers has {len(c.local_layers)} entries for {c.layers} layers"
     )
   if any(c.local_layers) and c.window < 1:
-    raise ValueError(f"window={c.window} must be at least 1 in local layers")
+    raise ValueError(f"window={c.window} must be at least 1 for local layers")
   if c.experts and not 1 <= c.experts_per_token <= c.experts:
     raise ValueError(
       f"experts_per_token={c.experts_per_token} must be in 1..{c.experts}"
@@ -144,7 +144,7 @@ def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, Any]:
-  """Returns the shapes of all parameters, as the nested dict of `init`."""
+  """Returns the shapes of all parameters, in a nested dict like `init`'s."""
   c = config
   layers = {name: (c.layers, *x) for name, x in _layer_shapes(c).items()}
   shapes = {"embed": (c.vocab_size, c.width), "layers": layers}
@@ -155,18 +155,18 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _initial(config, key, name: str, shape: tuple[int, ...]):
-  """Draws normal(0, 0.02), with output projections scaled down as in GPT-2."""
+  """Returns neutral norms and biases, and random matrices as in GPT-2."""
   if "norm" in name:
     return jnp.zeros(shape) if config.norm_offset else jnp.ones(shape)
   if "bias" in name:
     return jnp.zeros(shape)
-  last = name in ("o", "down", "expert_down")
-  scale = 0.02 / (2 * config.layers) ** 0.5 if last else 0.02
+  is_output = name in ("o", "down", "expert_down")
+  scale = 0.02 / (2 * config.layers) ** 0.5 if is_output else 0.02
   return scale * jax.random.normal(key, shape)
 
 
 def init(config: TransformerConfig, key: Key[Array, ""]) -> Params:
-  """Draws float32 parameters of a fresh model."""
+  """Returns randomly initialised float32 parameters."""
   leaves, tree = jax.tree.flatten_with_path(
     parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
   )

@@ -1,7 +1,7 @@
 """Reads the keys of a Hugging Face config.json that all families share.
 
-Each key is read, has a fixed value, or does not change the model; any other key
-is an error unless the user ignores it. Absent keys have transformers' defaults.
+Each key is read, has one supported value, or does not change the model. Other
+keys are errors unless ignored. Absent keys have transformers' defaults.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from grpojax.models.rope import Rope
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-READ = {
+READ = {  # keys that all families read, with transformers' defaults
   "num_key_value_heads": None,
   "head_dim": None,
   "hidden_act": "silu",
@@ -21,7 +21,7 @@ READ = {
   "tie_word_embeddings": False,
   "rope_theta": 10_000.0,
   "rope_scaling": None,
-  "rope_parameters": None,  # rope_theta and rope_scaling in transformers 5
+  "rope_parameters": None,  # replaces both in transformers 5
   "max_position_embeddings": 8192,
 }
 ROPE_KINDS = {
@@ -43,10 +43,10 @@ _OPTIONAL_SIZES = (
   "num_key_value_heads head_dim moe_intermediate_size num_experts "
   "num_local_experts num_experts_per_tok"
 ).split()
-_MOST_LAYERS = 2**16  # maximum layers times experts
+_MOST_LAYERS = 2**16  # maximum of layers times experts
 _LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
-_LEAST["rms_norm_eps"] = 0.0  # other numbers must be positive
-# The only supported values, unless a family reads the key or fixes another one.
+_LEAST["rms_norm_eps"] = 0.0  # numbers of other keys must be positive
+# Keys with a single supported value, unless a family reads or fixes the key.
 _FIXED = {
   **dict.fromkeys(
     "attention_dropout embd_pdrop hidden_dropout resid_pdrop".split(), 0.0
@@ -90,14 +90,14 @@ _UNUSED = frozenset(
   "task_specific_params finetuning_task".split()
 )
 
-# Unknown keys with such names may change the model.
+# An unknown key that matches one of these may change the model.
 _NEVER_IGNORED = re.compile(
   "auto_map|rope|rotary|quant|_size|_dim|num_|_layers"
 )
 
 
 def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
-  """Returns a family's keys: with defaults, with fixed values, harmless."""
+  """Returns a family's keys to read (with defaults), fixed and unused keys."""
   fixed = {key: x for key, x in _FIXED.items() if key not in family.READ}
   fixed |= getattr(family, "FIXED", {})
   return family.READ, fixed, _UNUSED | getattr(family, "UNUSED", set())
@@ -106,10 +106,10 @@ def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
 def without(
   hf_config: dict[str, Any], ignore_keys: Iterable[str], family
 ) -> dict[str, Any]:
-  """Removes `ignore_keys`; ValueError for keys that may change the model."""
-  read, fixed, harmless = _keys(family)
+  """Removes `ignore_keys`; ValueError if one of them may change the model."""
+  read, fixed, unused = _keys(family)
   ignored = {key for key in ignore_keys if hf_config.get(key) is not None}
-  ignored -= harmless
+  ignored -= unused
   for key in sorted(ignored):
     if key in {*read, *fixed, *_SIZES} or _NEVER_IGNORED.search(key):
       raise ValueError(
@@ -120,52 +120,53 @@ def without(
 
 
 def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
-  """Adds defaults to a config.json; ValueError if it is not supported."""
-  read, fixed, harmless = _keys(family)
+  """Checks a config.json and adds defaults; ValueError if unsupported."""
+  read, fixed, unused = _keys(family)
   values = {key: x for key, x in hf_config.items() if x is not None}
   for key, only in fixed.items():
     if key in values and values[key] != only:
       raise ValueError(
         f"config.json has {key}={values[key]!r:.80}; only {only!r} is supported"
       )
-  known = {*read, *fixed, *_SIZES, *harmless}
+  known = {*read, *fixed, *_SIZES, *unused}
   if unknown := [key for key in values if key not in known]:
     listed = ", ".join(f"{key}={values[key]!r:.80}" for key in unknown)
-    remedy = f"give --config.model.ignore_keys={','.join(unknown)}"
+    remedy = f"set --config.model.ignore_keys={','.join(unknown)}"
     if any(map(_NEVER_IGNORED.search, unknown)):
       remedy = "remove them from config.json in a copy of the directory"
     raise ValueError(
       f"config.json has {listed}, unknown for "
-      f"model_type={hf_config['model_type']!r}: use another model or, if they "
-      f"do not change the model, {remedy}"
+      f"model_type={hf_config['model_type']!r}: use another model or, if these "
+      f"keys do not change the model, {remedy}"
     )
-  whole = read | hf_config
+  merged = read | hf_config
   for key in (*_SIZES, *_OPTIONAL_SIZES):
-    value = whole.get(key, 1)  # readers complain about absent keys
+    value = merged.get(key, 1)  # reading an absent key raises
     absent = value is None and key in _OPTIONAL_SIZES
     if not absent and (type(value) is not int or not 0 < value < 2**31):
       raise ValueError(
-        f"config.json has {key}={value!r}: use a whole number in 1..2**31 - 1"
+        f"config.json has {key}={value!r}: use a whole number below 2**31"
       )
-  experts = whole.get("num_local_experts") or whole.get("num_experts") or 1
-  layers = whole["num_hidden_layers"]
+  experts = merged.get("num_local_experts") or merged.get("num_experts") or 1
+  layers = merged["num_hidden_layers"]
   if layers * experts > _MOST_LAYERS:
-    counts = f"num_hidden_layers={layers}, of {experts} experts"
-    raise ValueError(f"config.json has {counts}: too many")
+    counts = f"{layers} layers with {experts} experts each"
+    raise ValueError(f"config.json has {counts}, above {_MOST_LAYERS} in all")
   for key, default in read.items():
-    value = whole[key]
+    value = merged[key]
     if isinstance(default, bool) and not isinstance(value, bool | None):
       raise ValueError(f"config.json has {key}={value!r}: use true or false")
     if type(default) in (int, float) and value is not None:
       number(key, value, _LEAST.get(key, sys.float_info.min))
-  return whole
+  return merged
 
 
 def number(key: str, value: Any, least: float = sys.float_info.min) -> float:
-  """Returns `value` if it is a finite number of at least `least`."""
+  """Returns a finite number of at least `least`; ValueError for others."""
   largest = sys.float_info.max
   if type(value) not in (int, float) or not least <= value <= largest:
-    raise ValueError(f"config.json has {key}={value!r:.40}: no valid number")
+    stated = f"{key}={value!r:.40}"
+    raise ValueError(f"config.json has {stated}: use a finite number above 0")
   return float(value)
 
 
@@ -191,13 +192,13 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
   activations = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
   if hf_config[name] not in list(activations):
     raise ValueError(
-      f"config.json has {name}={hf_config[name]!r}; known: {[*activations]}"
+      f"config.json has {name}={hf_config[name]!r}; use one of {[*activations]}"
     )
   width, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
   if not hf_config["head_dim"] and width % heads:
     raise ValueError(
-      f"config.json has no head_dim, and hidden_size={width} is no multiple of "
-      f"num_attention_heads={heads}"
+      f"config.json needs a head_dim, because hidden_size={width} is not a "
+      f"multiple of num_attention_heads={heads}"
     )
   return {
     "vocab_size": hf_config["vocab_size"],
@@ -220,7 +221,7 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
 def window(
   hf_config: dict[str, Any], size: int | None, default: list[bool]
 ) -> dict[str, Any]:
-  """Returns `local_layers` and their `window`, or {} if all are global."""
+  """Returns `local_layers` and `window`, or {} if all layers are global."""
   local = default
   kinds = hf_config.get("layer_types")
   if kinds is not None:
@@ -228,39 +229,39 @@ def window(
     local = [kind == "sliding_attention" for kind in kinds]
   if any(local) and not size:
     raise ValueError(
-      f"config.json has local layers, but their window is {size!r} (see "
-      "layer_types, sliding_window and, for qwen, use_sliding_window)"
+      f"config.json has local layers whose window is {size!r}: check "
+      "layer_types, sliding_window and, for qwen, use_sliding_window"
     )
   return {"local_layers": tuple(local), "window": size} if any(local) else {}
 
 
 def refuse_others(name: str, values: Iterable[str], known) -> None:
-  """Raises ValueError for unknown values."""
+  """Raises ValueError if one of `values` is not in `known`."""
   if unknown := ", ".join(sorted(set(values) - set(known))):
     raise ValueError(
-      f"config.json has {unknown} in {name}; known: {', '.join(known)}"
+      f"config.json has {unknown} in {name}; supported: {', '.join(known)}"
     )
 
 
 def rope(hf_config: dict[str, Any]) -> Rope:
-  """Reads the rotary embedding of a model, in the old or the new style."""
+  """Reads the rotary embedding, from rope_scaling or (new) rope_parameters."""
   scaling = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
   parameters = {"rope_theta": hf_config["rope_theta"]} | scaling
   return parse_rope(parameters, hf_config["max_position_embeddings"])
 
 
 def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
-  """Reads rope parameters; `length` is the model's maximum of positions."""
+  """Reads rope parameters; `length` is the model's number of positions."""
   values = {k: v for k, v in parameters.items() if v is not None}
   kind = values.pop("type", "default")
   kind = values.pop("rope_type", kind)
   if kind not in list(ROPE_KINDS):
     raise ValueError(
-      f"config.json asks for rope_type={kind!r}; supported: {list(ROPE_KINDS)}"
+      f"config.json has rope_type={kind!r}; supported: {list(ROPE_KINDS)}"
     )
   theta = number("rope_theta", values.pop("rope_theta"))
   if values.pop("partial_rotary_factor", 1.0) != 1.0:
-    raise ValueError("config.json has a partial_rotary_factor other than 1.0")
+    raise ValueError("config.json: partial_rotary_factor must be 1.0")
   if kind == "llama3":
     values.setdefault("original_max_position_embeddings", length)
   fields = ROPE_KINDS[kind]

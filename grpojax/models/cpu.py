@@ -1,14 +1,14 @@
-"""Array layouts that XLA's CPU compiler is fast with; numbers stay the same.
+"""Array layouts for which XLA:CPU generates fast code; values do not change.
 
-Products. The gradient of a factor is a sum over the other factor's own axes. If
-there are several, XLA:CPU first copies and recomputes both factors; over a
-single axis it reads them in place. So on CPUs adjacent axes of the first factor
-alone are merged, unless that would move data between devices of a mesh.
+Products: the gradient of a factor is a sum over the axes of the other factor
+alone. Over several axes, XLA:CPU first copies and recomputes both factors; over
+a single axis it reads them in place. So on CPUs, adjacent axes of the first
+factor alone are merged, unless this would move data between devices.
 
     [B, G, K, R, S, E] x [B, G, K, C, E] -> [B, G, K, R, S, C]
     [B, G, K, R S, E]  x [B, G, K, C, E] -> [B, G, K, R S, C]      on CPUs
 
-Sums. Gradients of norms and of softmax are sums of products, which XLA:CPU
+Sums: gradients of norms and of softmax are sums of products, which XLA:CPU
 computes up to ten times faster if axes of size 1 are squeezed.
 """
 
@@ -24,12 +24,12 @@ from grpojax.core.meshes import ROWS, free_axes, sample_cuts
 
 
 def _has_explicit_axes() -> bool:
-  """Returns True if the mesh's axes are part of an array's type."""
+  """Returns True if the mesh has axes that are part of an array's type."""
   return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def _mergeable(b: int, g: int) -> bool:
-  """Returns True unless the mesh splits [B, G, ...] along an axis besides B."""
+  """Returns True if the mesh splits [B, G, ...] along no axis except B."""
   if _has_explicit_axes():
     return False
   others = free_axes(jax.sharding.get_abstract_mesh()).keys() - set(ROWS)
@@ -61,12 +61,12 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   `product`, b and g are prompts and samples.
   """
   x_axes, y_axes, out = product.replace("->", ",").split(",")
-  # Axes of the first factor alone, which the result keeps
+  # Find the axes of the first factor alone, which the result has too.
   alone = "".join(axis for axis in x_axes if axis in out and axis not in y_axes)
   sizes = dict(zip(x_axes, x.shape, strict=True))
   several = sum(sizes[axis] > 1 for axis in alone) > 1
   free = _mergeable(sizes.get("b", 1), sizes.get("g", 1))
-  # Merging needs them to be adjacent, in the same order in both arrays.
+  # They must be adjacent, and in the same order in x and the result.
   merge = several and alone in x_axes and alone in out and free
 
   def on_cpu(x, y):
@@ -92,7 +92,7 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
 
 
 def on_squeezed(function: Callable[..., Array]) -> Callable[..., Array]:
-  """Makes a function of vectors [..., D] run without axes of size 1."""
+  """Wraps a function of vectors [..., D] to run without axes of size 1."""
 
   def run(x, *args):
     axes = x.shape[:-1]

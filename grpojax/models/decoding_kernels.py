@@ -1,9 +1,8 @@
 """TPU kernels for decoding: the output head and the cache.
 
 `draw_parts` draws a token from each part of the vocabulary, without logits in
-memory; `core.decoding.sampling.sample_parts` then draws a part. Within a part,
-columns 128 apart share a lane: the kernel draws a lane by the inverse CDF, then
-a token in it.
+memory; `sampling.sample_parts` then draws a part. Columns 128 apart share a
+lane: the kernel draws a lane by the inverse CDF, then a token from the lane.
 
 `write_row` writes a slot of a cache in place. XLA would copy the new rows to
 arrays padded to 128 lanes, then read and write 128 slots per row. The kernel
@@ -24,11 +23,11 @@ from grpojax.models.cache import LANES
 
 _ROWS = 256  # maximum rows per step; draws do not depend on it
 _BYTES = 2**23  # of VMEM for weights and logits of a part
-_NEW = 2**15  # numbers of new rows per step: 1 MiB of bfloat16 tiles
+_NEW = 2**15  # maximum new numbers per step: 1 MiB of bfloat16 tiles
 
 
 def _width(head: Shaped[Array, "D V"]) -> int:
-  """Returns the number of tokens of a part, a multiple of LANES."""
+  """Returns the number of tokens per part, a multiple of LANES."""
   depth, columns = head.shape
   itemsize = max(head.dtype.itemsize, 2)  # integers are converted
   most = _BYTES // (2 * itemsize * depth + 8 * _ROWS)
@@ -36,9 +35,9 @@ def _width(head: Shaped[Array, "D V"]) -> int:
 
 
 def _draw_part(columns, logits_of, hidden, head, scales, masks, uniform, out):
-  """Draws a token of a part for each row of a block.
+  """Draws a token from a part for each row of a block.
 
-  The first rows of out [1, 8, rows] are the largest logit, the sum of
+  The first four rows of out [1, 8, rows] are the largest logit, the sum of
   exp(logit - largest), the drawn column and its logit.
   """
   width = head.shape[1]
@@ -76,7 +75,7 @@ def _draw_part(columns, logits_of, hidden, head, scales, masks, uniform, out):
   select = lambda x: jnp.sum(
     jnp.where(lane == drawn_lane, x, 0.0), axis=-1, keepdims=True
   )
-  total = jnp.sum(mass, axis=-1, keepdims=True)  # NaN if a logit is
+  total = jnp.sum(mass, axis=-1, keepdims=True)  # NaN if a logit is NaN
   results = top, total, select(drawn.astype(jnp.float32)), select(logit)
   table = sum(jnp.where(lane == i, x, 0.0) for i, x in enumerate(results))
   out[0] = table.T[:8]
@@ -90,13 +89,15 @@ def draw_parts(
   scale: Float[Array, "V"] | None = None,
   mask: Bool[Array, "V"] | None = None,
 ) -> Parts:
-  """Draws a token of each part of the vocabulary for each row.
+  """Draws a token from each part of the vocabulary for each row.
 
   `uniform` has two numbers per row (`sampling.uniform`); `logits_of` maps the
   float32 product to logits. `scale` holds factors of the head's columns
   (`quantization`). Columns with `mask` True are never drawn.
   """
-  (count, depth), columns, width = hidden.shape, head.shape[1], _width(head)
+  count, depth = hidden.shape
+  columns = head.shape[1]
+  width = _width(head)
   padding = (0, -count % LANES), (0, 0)
   hidden, uniform = jnp.pad(hidden, padding), jnp.pad(uniform, padding)
   rows = min(len(hidden), _ROWS)
@@ -121,7 +122,7 @@ def draw_parts(
     cost_estimate=pl.CostEstimate(
       flops=2 * hidden.size * columns,
       transcendentals=len(hidden) * columns,
-      # Several row blocks are fetched again for each part.
+      # If there are several row blocks, each part fetches them again.
       bytes_accessed=head.nbytes
       + hidden.nbytes * (parts if len(hidden) > rows else 1),
     ),

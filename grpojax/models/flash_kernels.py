@@ -4,7 +4,7 @@ FlashAttention (Dao 2023, arXiv 2307.08691) with a softmax over several sets of
 keys: all logits stay on the chip.
 
 A query sees a run of keys in each set. The first and last slots of the runs
-give the masks, and the blocks without visible keys, which are left out. For
+determine the masks and the blocks without visible keys, which are left out. For
 example, two segments in a row, in blocks of two:
 
     keys       a a | a b | b b         computed, of queries x keys:
@@ -12,8 +12,8 @@ example, two segments in a row, in blocks of two:
     first      0 0 | 0 3 | 3 3           m m -
     last       0 1 | 2 3 | 4 5           - m m
 
-Logits are [keys, queries]: then a number per query (its run, its log-sum-exp)
-fills the lanes of a TPU without padding.
+Logits are [keys, queries], so that numbers per query (runs, log-sum-exps) fill
+the lanes of a TPU without padding.
 
 Axes: N rows, H query heads, K key heads, S queries and C keys of a row, E
 channels; M sets of keys, each of N / M rows.
@@ -34,7 +34,7 @@ from grpojax.core.decoding.sampling import NEGATIVE
 from grpojax.models.attention import soft_cap
 
 _VMEM = 56 * 2**20  # bytes of on-chip memory for a TPU's kernel
-_VMEM_V4 = 15 * 2**20
+_VMEM_V4 = 15 * 2**20  # for a TPU v4
 
 
 class Settings(NamedTuple):
@@ -43,11 +43,11 @@ class Settings(NamedTuple):
   scale: float
   cap: float | None
   platform: str
-  blocks: tuple[int, ...]  # tokens of a key block of each part; queries as [0]
+  blocks: tuple[int, ...]  # tokens per key block of a part; [0]: queries too
 
 
 class Part(NamedTuple):
-  """A set of keys, and the runs that queries see; first their own rows."""
+  """A set of keys, and the runs that queries see; part 0 is their own rows."""
 
   keys: Float[Array, "M K C E"]
   values: Float[Array, "M K C E"]
@@ -56,14 +56,14 @@ class Part(NamedTuple):
 
 
 class _Run(NamedTuple):
-  """Runs of blocks to compute, as references in a kernel: begin <= i < end."""
+  """Runs of blocks to compute, begin <= i < end; in a kernel, references."""
 
   begin: Int[Array, "N 1 blocks"]
   end: Int[Array, "N 1 blocks"]
 
 
 def block_size(platform: str, size: int, width: int) -> int:
-  """Returns the tokens of a block; rows are padded to a multiple of it."""
+  """Returns the tokens per block; rows are padded to a multiple of it."""
   if platform == "cpu":  # small, for tests with several blocks
     return 16
   if platform == "gpu":  # fits in an H100 multiprocessor's 228 KB
@@ -73,16 +73,16 @@ def block_size(platform: str, size: int, width: int) -> int:
 
 
 def _vmem() -> int:
-  """Returns the memory limit for the chips of the mesh, or of JAX."""
+  """Returns the bytes that a kernel may use on a TPU of the mesh, or of JAX."""
   mesh = jax.sharding.get_abstract_mesh()
   device = getattr(mesh, "abstract_device", None) or jax.devices()[0]
   return _VMEM_V4 if "v4" in device.device_kind else _VMEM
 
 
 def fits(tokens: int, width: int, dtype: DTypeLike) -> bool:
-  """Returns True if a TPU's kernels can hold this many tokens of a head.
+  """Returns True if a TPU kernel can hold the keys and values of a head.
 
-  In 16 bits they hold 76k tokens of 128 channels, and on v4 20k.
+  It holds 76k tokens of 128 channels in 16 bits; on v4 it holds 20k.
   """
   held = 2 * tokens * -(-width // 128) * 128 * jnp.dtype(dtype).itemsize
   return held <= _vmem() * 2 // 3
@@ -90,7 +90,7 @@ def fits(tokens: int, width: int, dtype: DTypeLike) -> bool:
 
 def _visible(part: Part, block: int, key_block: int) -> Array:
   """Returns [N, i, j], True if query block i may see keys of block j."""
-  # The block's earliest first and latest last slot bound all its runs.
+  # A block's earliest `first` and latest `last` slot bound all its runs.
   split = lambda x: x.reshape(len(x), -1, block)
   first = jnp.min(split(part.first), axis=-1)[..., None]
   last = jnp.max(split(part.last), axis=-1)[..., None]
@@ -102,14 +102,14 @@ def _run(visible: Array) -> _Run:
   """Returns the shortest run of blocks that holds all visible blocks."""
   count = visible.shape[-1]
   any_visible = jnp.any(visible, axis=-1)
-  # `argmax` finds the first visible block, and reversed, the last one.
+  # `argmax` finds the first visible block and, in reverse, the last one.
   begin = jnp.argmax(visible, axis=-1)
   end = count - jnp.argmax(visible[..., ::-1], axis=-1)
   end = jnp.where(any_visible, end, begin)
   return _Run(*(x.astype(jnp.int32)[:, None] for x in (begin, end)))
 
 
-_div = jax.lax.div  # for indices: `//` also handles signs
+_div = jax.lax.div  # for indices: `//` would add code for signs
 
 
 def _dot(x: Array, y: Array, over: tuple[int, int]) -> Array:
@@ -157,8 +157,8 @@ def _over_keys(settings, q, parts, add, carry):
 
 
 def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
-  """Computes an online softmax, explained in `block_attention._forward`."""
-  # Everything is transposed, [.., queries], as the logits are [keys, queries].
+  """Computes an online softmax (explained in `block_attention._forward`)."""
+  # All arrays are [.., queries], because the logits are [keys, queries].
   q = q_ref[...]
   block, width = q.shape
   carry = (
@@ -173,7 +173,7 @@ def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
     new_top = jnp.maximum(top, jnp.max(logits, axis=0, keepdims=True))
     weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
     rescale = jnp.exp(top - new_top)
-    # Rounded before the sum, so an average of equal values is exact.
+    # The sum of rounded weights makes an average of equal values exact.
     weights = weights.astype(q.dtype)
     added = jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
     total = total * rescale + added
@@ -203,14 +203,14 @@ def _keys_kernel(
 ):
   """Computes the gradients of a block of keys and values, for one row.
 
-  Sums over the query heads of these keys, in the references and on the grid.
+  It sums over the query heads in `q_ref` and along the last axis of the grid.
   """
   j, head = pl.program_id(2), pl.program_id(3)
   keys, values = part.keys[...], part.values[...]
   block = settings.blocks[0]
   heads = len(q_ref)
 
-  # Adds the gradients of query block i of head r.
+  # Add the gradients of query block i of head r.
   def step(i, carry, r):
     dkeys, dvalues = carry
     at = pl.ds(pl.multiple_of(i * block, block), block)
@@ -238,21 +238,21 @@ def _keys_kernel(
 def _call(settings, kernel, grid, inputs, outputs, flops, again):
   """Calls a kernel; inputs and outputs are pairs of trees (specs, arrays).
 
-  XLA's scheduler and `aot` read the operations `flops` of matrix products, and
-  the bytes `again` that are fetched more than once.
+  `flops` counts the operations of matrix products, and `again` the bytes of
+  repeated fetches, for XLA's scheduler and `aot`.
   """
   in_specs, inputs = inputs
   out_specs, outputs = outputs
   if settings.platform == "gpu":
     params = triton.CompilerParams(num_warps=4, num_stages=2)
   else:
-    # Sums go over the last axis; the other axes may run in any order.
+    # The last axis is summed over; the other axes may run in any order.
     order = "parallel", "parallel", "parallel", "arbitrary"
     params = pltpu.CompilerParams(
       dimension_semantics=order[: len(grid)], vmem_limit_bytes=_vmem()
     )
   name = kernel.__name__.strip("_")
-  if settings.platform == "gpu":  # Triton has no cost estimate
+  if settings.platform == "gpu":  # no cost estimate; `aot` reads the name
     name += f"_flops_{flops}"
   arrays = jax.tree.leaves((inputs, outputs))
   traffic = again + sum(x.size * x.dtype.itemsize for x in arrays)
@@ -272,7 +272,7 @@ def _call(settings, kernel, grid, inputs, outputs, flops, again):
 
 
 def _run_specs(settings: Settings, run: _Run) -> _Run:
-  """Returns the specs of a row's runs, in a TPU's memory for scalars."""
+  """Returns the specs of a row's runs, in scalar memory on a TPU."""
   space = {} if settings.platform == "gpu" else {"memory_space": pltpu.SMEM}
   shape = None, 1, run.begin.shape[2]
   spec = pl.BlockSpec(shape, lambda n, *_: (n, 0, 0), **space)
@@ -280,7 +280,7 @@ def _run_specs(settings: Settings, run: _Run) -> _Run:
 
 
 def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
-  """Returns spec options that give a long row a single buffer."""
+  """Returns `BlockSpec` options: a long row gets one buffer, to save memory."""
   head = x.shape[-2] * x.shape[-1] * x.dtype.itemsize
   if settings.platform == "gpu" or head < 2**21:
     return {}
@@ -288,16 +288,16 @@ def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
 
 
 def _flops(products: int, q: Array, parts: Sequence[Part], index: int) -> int:
-  """Returns the operations of products with a part, for one segment per row."""
+  """Returns the operations of products with a part, for unsegmented rows."""
   keys = parts[index].keys.shape[2]
   # A query sees half of its row on average, and all of its prompt.
   return 2 * products * q.size * (keys if index else (keys + 1) // 2)
 
 
 def _over_queries(settings, kernel, products, queries, parts, out):
-  """Calls a kernel of query blocks, with `products` per query and key.
+  """Calls a kernel for each query block, with `products` per query and key.
 
-  `queries` are [N, H, S, E] and [N, H, 1, S], like the abstract `out`.
+  Arrays of `queries` and of `out` (abstract) are [N, H, S, E] or [N, H, 1, S].
   """
   q = queries[0]
   block = settings.blocks[0]
@@ -330,12 +330,12 @@ def _over_queries(settings, kernel, products, queries, parts, out):
   return _call(
     settings,
     kernel,
-    # Rows, query heads, query blocks
+    # Axes: rows, query heads, query blocks
     (n, heads, size // block),
     ([*map(query_spec, queries), specs], [*queries, arrays]),
     (jax.tree.map(query_spec, out), out),
     sum(_flops(products, q, parts, index) for index in range(len(parts))),
-    # With several key heads, each row fetches the keys again.
+    # With several key heads, each row fetches the keys of its set again.
     again=sum(
       (n // len(x.keys) - 1) * 2 * x.keys.nbytes
       for x in parts
@@ -381,15 +381,16 @@ def key_gradients(
   block = settings.blocks[0]
   key_block = settings.blocks[index]
   n, heads, size, width = q.shape
-  share, (_, kv_heads, slots, _) = n // len(part.keys), part.keys.shape
+  _, kv_heads, slots, _ = part.keys.shape
+  share = n // len(part.keys)
   # A GPU's programs run in parallel, so they cannot add up in place.
-  once = heads // kv_heads if settings.platform == "gpu" else 1
-  turns = heads // kv_heads // once
+  per_turn = heads // kv_heads if settings.platform == "gpu" else 1
+  turns = heads // kv_heads // per_turn
 
-  # The index counts blocks of `once` heads, of which a key head has `turns`.
+  # The index counts blocks of `per_turn` heads; a key head has `turns` blocks.
   def query_spec(x):
     index = lambda n, k, j, r: (n, k * turns + r, 0, 0)
-    shape = None, once, *x.shape[2:]
+    shape = None, per_turn, *x.shape[2:]
     return pl.BlockSpec(shape, index, **_buffers(settings, x))
 
   shape = None, None, key_block, width
@@ -405,11 +406,11 @@ def key_gradients(
   return _call(
     settings,
     _keys_kernel,
-    # Rows, key heads, key blocks, and turns over the query heads
+    # Axes: rows, key heads, key blocks, and turns over the query heads
     (n, kv_heads, slots // key_block, turns),
     (specs, (*queries, blocks, part)),
     ((gradient, gradient), (out, out)),
     _flops(4, q, parts, index),
-    # Several query heads are fetched again for each key block.
+    # If there are several turns, each key block fetches the queries again.
     again=(slots // key_block - 1) * 2 * q.nbytes if turns > 1 else 0,
   )

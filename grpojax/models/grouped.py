@@ -1,8 +1,8 @@
-"""Products of runs of rows with different matrices.
+"""Multiplies each run of consecutive rows by its own matrix.
 
     rows [N, D], matrices [X, D, F], runs [X]  ->  [N, F]
 
-The first runs[0] rows are multiplied with matrix 0, the next runs[1] with
+The first runs[0] rows are multiplied by matrix 0, the next runs[1] rows by
 matrix 1, and so on; the result is undefined in rows after the last run.
 
 On TPUs `jax.lax.ragged_dot` is a kernel that multiplies only each run's tiles.
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-# Largest tile, and largest sum at a time.
+# Largest tile of a result, and largest number of products summed at a time.
 ROWS, COLUMNS, DEPTH = 128, 128, 64
 LEAST = 16  # smallest tile of tensor cores
 _KERNEL = {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=3)}
@@ -33,7 +33,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 
 def _tile_rows(count: int, groups: int) -> int:
-  """Returns the rows of a tile: a power of two near the mean run."""
+  """Returns the rows per tile: a power of two near the mean length of a run."""
   mean = max(count // groups, 1)
   return min(ROWS, max(LEAST, 1 << (mean - 1).bit_length()))
 
@@ -44,7 +44,7 @@ def _product(
   runs: Int[Array, "X"],
   flipped: bool = False,
 ) -> Float[Array, "N B"]:
-  """Multiplies each run with its matrix [A, B], or [B, A] if `flipped`."""
+  """Multiplies each run by its matrix [A, B], or [B, A] if `flipped`."""
   if flipped:
     matrices = matrices.swapaxes(1, 2)
   return jax.lax.ragged_dot(rows, matrices, runs)
@@ -53,7 +53,7 @@ def _product(
 def _outer(
   rows: Float[Array, "N D"], other: Float[Array, "N F"], runs: Int[Array, "X"]
 ) -> Float[Array, "X D F"]:
-  """Returns rows^T other for each run."""
+  """Returns the product rows^T other for each run."""
   return jax.lax.ragged_dot_general(rows, other, runs, _OUTER)
 
 
@@ -70,7 +70,7 @@ def product_kernel(
   flipped: bool = False,
   interpret: bool = False,
 ) -> Float[Array, "N B"]:
-  """Computes `_product` on a GPU.
+  """Multiplies each run by its matrix on a GPU, like `_product`.
 
   Each run begins with a new tile, so there are at most N / tile + X tiles, of
   which the last may be empty:
@@ -83,14 +83,14 @@ def product_kernel(
   tile = _tile_rows(len(rows), groups)
   # Tiles must divide the matrices, so their sizes are common divisors.
   depth, width = math.gcd(inner, DEPTH), math.gcd(columns, COLUMNS)
-  # Number of tiles of each run, and each run's end in tiles and in rows
+  # Count each run's tiles, and find its end in tiles and in rows.
   tiles = -(-runs // tile)
   last, ends = jnp.cumsum(tiles), jnp.cumsum(runs)
-  # A tile belongs to the first run whose tiles end after it. It starts behind
+  # A tile belongs to the first run whose tiles end after it. It starts after
   # the rows of earlier runs and of the run's earlier tiles.
   index = jnp.arange(len(rows) // tile + groups, dtype=runs.dtype)
   group = jnp.sum(index[:, None] >= last, axis=1, dtype=runs.dtype)
-  group = jnp.minimum(group, groups - 1)  # empty tiles start after its end
+  group = jnp.minimum(group, groups - 1)  # empty tiles get the last run
   start = (ends - runs)[group] + (index - (last - tiles)[group]) * tile
 
   def kernel(start, end, group, rows, matrices, out):
@@ -135,12 +135,12 @@ def outer_kernel(
   runs: Int[Array, "X"],
   interpret: bool = False,
 ) -> Float[Array, "X D F"]:
-  """Computes `_outer` on a GPU: a program adds up a run's tiles."""
+  """Returns rows^T other for each run, on a GPU: a program sums its tiles."""
   groups = len(runs)
   d = rows.shape[1]
   f = other.shape[1]
   height, width = math.gcd(d, COLUMNS), math.gcd(f, COLUMNS)
-  # Rows are the axis summed over, so a tile is limited by DEPTH.
+  # The sum is over rows, so DEPTH limits the rows of a tile.
   tile = min(_tile_rows(len(rows), groups), DEPTH)
   ends = jnp.cumsum(runs)
 
@@ -178,7 +178,7 @@ def _multiply(rows, matrices, runs, flipped=False) -> Array:
 
 
 def _by_platform(plain, kernel, widths: tuple[int, ...], *args: Array) -> Array:
-  """Runs the kernel on NVIDIA GPUs, if its tiles divide the matrices."""
+  """Runs `kernel` on NVIDIA GPUs if tiles divide the matrices, else `plain`."""
   if any(n % LEAST for n in widths):
     return plain(*args)
   return jax.lax.platform_dependent(*args, cuda=kernel, default=plain)
@@ -190,7 +190,7 @@ def grouped_product(
   matrices: Float[Array, "X D F"],
   runs: Int[Array, "X"],
 ) -> Float[Array, "N F"]:
-  """Multiplies each run of rows with its matrix, in the rows' dtype.
+  """Multiplies each run of rows by its matrix, in the rows' dtype.
 
   Differentiable once, forward or in reverse. On GPUs, the kernels need D and F
   to be multiples of 16.
@@ -205,7 +205,7 @@ def _jvp(primals, tangents):
   y = grouped_product(rows, matrices, runs)
   # Frozen matrices have no tangent. `linear_call` gives the transpose of the
   # kernel, which JAX could not derive in reverse mode.
-  moved = []
+  addends = []
   if not isinstance(d_rows, SymbolicZero):
     d_rows = linear_call(
       lambda constants, x: _multiply(x, *constants),
@@ -213,7 +213,7 @@ def _jvp(primals, tangents):
       (matrices, runs),
       d_rows,
     )
-    moved.append(d_rows)
+    addends.append(d_rows)
   if not isinstance(d_matrices, SymbolicZero):
     d_matrices = linear_call(
       lambda constants, x: _multiply(constants[0], x, constants[1]),
@@ -224,5 +224,5 @@ def _jvp(primals, tangents):
       (rows, runs),
       d_matrices,
     )
-    moved.append(d_matrices)
-  return y, functools.reduce(jnp.add, moved)
+    addends.append(d_matrices)
+  return y, functools.reduce(jnp.add, addends)

@@ -1,4 +1,4 @@
-"""Attention of long rows on TPUs and GPUs, by the kernels of `flash_kernels`.
+"""Attention of long rows on TPUs and GPUs, with the kernels `flash_kernels`.
 
 A segment is a run of tokens with consecutive positions. So a query sees a run
 of keys in its row, up to itself, and a run of keys in the prompt.
@@ -21,12 +21,12 @@ from grpojax.models.attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues, pad
 from grpojax.models.flash_kernels import Part
 
-_EVERYTHING = 2**30  # size of a window without limit, in tokens
+_UNLIMITED = 2**30  # window of a global layer, in tokens
 _QUERY_AXES = "batch", "group", "kv_heads", "query_heads"
 
 
 class _Seen(NamedTuple):
-  """Runs of keys that queries see: from `first` to the query's own token."""
+  """Runs of visible keys, which end at the query or at the prompt's end."""
 
   first: Int[Array, "B G S"]  # first slot in the row
   prompt_first: Int[Array, "B G S"]  # first slot in the prompt
@@ -39,16 +39,16 @@ def _seen(visibility: Visibility, window: int, prompts: int) -> _Seen:
   first = prompt_first = jnp.zeros_like(slots)
   if segments is not None:
     # `cummax` carries a segment's first slot to all its tokens. `roll` compares
-    # slot 0 with the last slot, but its value is 0 in either case.
+    # slot 0 with the last slot, but the result is 0 in either case.
     begins = segments != jnp.roll(segments, 1, axis=-1)
     first = jax.lax.cummax(jnp.where(begins, slots, 0), axis=2)
   if local is not False:
-    # If traced, the layer may be global, without a limit.
-    outside = jnp.where(local, window, _EVERYTHING)
+    # A traced `local` may be False: then there is no limit.
+    limit = jnp.where(local, window, _UNLIMITED)
     # The window includes the query itself.
-    first = jnp.maximum(first, slots + 1 - outside)
-    # A prompt's slots are positions, and a row's positions follow the prompt's.
-    prompt_first = jnp.maximum(positions + 1 - outside, 0)
+    first = jnp.maximum(first, slots + 1 - limit)
+    # In a prompt, slots equal positions; a row's positions follow the prompt's.
+    prompt_first = jnp.maximum(positions + 1 - limit, 0)
   lengths = jnp.zeros(prompts, jnp.int32)
   if prompt_mask is not None:
     lengths = jnp.sum(prompt_mask, axis=-1)
@@ -82,7 +82,7 @@ def _forward(settings, _, q, row, prompt, seen):
 
 
 def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
-  """Returns the gradients of q, row and prompt, summed over axes `sums`."""
+  """Returns gradients of q, row and prompt, summed over mesh axes `sums`."""
   # sum_j w_j d w_j of each query (FlashAttention-2's D), from the output alone
   di = jnp.sum(out * dout.astype(jnp.float32), axis=-1)
   lse, di = (_flat(x[..., None, :]) for x in (lse, di))
@@ -109,7 +109,7 @@ def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
 def _over_mesh(function, q, row, prompt, seen, *outputs, gradients=False):
   """Calls `function(sums, q, ...)` on each device, with its rows and heads.
 
-  `sums` are the axes that split q but not row, and q but not prompt.
+  `sums` are the mesh axes that split q but not row, and q but not prompt.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.axis_names:
@@ -124,19 +124,18 @@ def _over_mesh(function, q, row, prompt, seen, *outputs, gradients=False):
     functools.partial(function, sums),
     in_specs=(*in_specs, *[spec] * len(outputs)),
     out_specs=in_specs[:3] if gradients else (spec, spec),
-    check_vma=False,  # kernels do not track it
+    check_vma=False,  # kernels do not support the check
   )(q, row, prompt, seen, *outputs)
 
 
 def _without_derivative(function):
-  """Makes a second derivative of attention raise an error with a remedy."""
+  """Wraps a function, so that its derivative raises an error with a remedy."""
   once = jax.custom_jvp(function, nondiff_argnums=(0,))
 
   @once.defjvp
   def jvp(*_):
     raise NotImplementedError(
-      "attention by kernels has no second derivative: use model.attention = "
-      "blocks"
+      "kernel attention has no second derivative: set model.attention = blocks"
     )
 
   return once
@@ -154,8 +153,8 @@ def _attention(settings, q, row, prompt, seen):
 
 def _attention_forward(settings, *arrays):
   out, lse = _outputs(settings, *arrays)
-  # The residual `out` is not rounded, so parts common to all keys or values
-  # cancel out of the gradient of the queries.
+  # The residual `out` is not rounded, so that parts common to all keys or
+  # values cancel in the gradient of the queries.
   return out.astype(arrays[0].dtype), (*arrays, out, lse)
 
 
@@ -188,9 +187,9 @@ def kernel_attention(
   scale: float | None = None,
   cap: float | None = None,
 ) -> Float[Array, "B G K R S E"]:
-  """Returns `block_attention` computed by kernels (interpreted on "cpu").
+  """Computes `block_attention` with kernels (interpreted on "cpu").
 
-  Segments must be runs of tokens, and prompts padded on the right.
+  Segments must be runs of tokens, and prompts must be padded on the right.
   """
   *_, size, width = q.shape
   scale = width**-0.5 if scale is None else scale
@@ -205,7 +204,7 @@ def kernel_attention(
     first=jnp.concatenate([seen.first, first], axis=2),
     prompt_first=_pad(seen.prompt_first, 2, blocks[0]),
   )
-  # Pad all arrays to whole blocks
+  # Pad all arrays to whole blocks.
   q = _pad(q, 4, blocks[0])
   row = jax.tree.map(lambda x: _pad(x, 3, blocks[0]), row)
   prompt = jax.tree.map(lambda x: _pad(x, 2, blocks[-1]), prompt)
@@ -218,9 +217,9 @@ def kernel_attention(
 
 
 def is_usable(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
-  """Returns False on axes that a user has taken.
+  """Returns True if the mesh lets kernels run (`meshes.runs_kernels`).
 
-  On TPUs also for float16 and for rows that do not fit in memory.
+  TPUs also need rows that fit in memory, and another dtype than float16.
   """
   if platform != "tpu":
     return runs_kernels()

@@ -23,14 +23,14 @@ REMAT = {
   "selective": jax.checkpoint_policies.save_only_these_names(SAVED),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""Policies of `jax.checkpoint` for the values saved besides a layer's input.
+"""`jax.checkpoint` policies for values to save in addition to a layer's input.
 "attention" recomputes softmax weights and activations (Korthikanti et al. 2022,
 arXiv 2205.05198), "selective" also an MLP's products, "full" everything. In
-layers of experts, "attention" equals "selective"."""
+layers with experts, "attention" has the same effect as "selective"."""
 
 SHALLOW = 8
-"""Models of at most this many layers are unrolled instead of scanned: a scan
-first zeroes its stacks of saved values, then copies each layer's values."""
+"""Models of at most this many layers are unrolled, because a scan zeroes its
+stacks of saved values, and then copies each layer's values into them."""
 
 
 def run_layer(
@@ -42,7 +42,7 @@ def run_layer(
   local: Any,
   *args: Any,
 ) -> Any:
-  """Runs a layer, with gathered parameters unless `remat` is None."""
+  """Runs a layer with rematerialisation; gathers split parameters for it."""
   if remat is None or (remat == "none" and sharding.fsdp_shards() == 1):
     return function(config, x, layer, local, *args)
 
@@ -52,7 +52,7 @@ def run_layer(
 
   run = jax.checkpoint(
     gathered,
-    # `local` is a Python value if all layers are equal.
+    # A Python value must be static; `local` is traced if the layers differ.
     static_argnums=(2,) if isinstance(local, bool) else (),
     policy=REMAT[remat],
     prevent_cse=False,  # not needed in a scan
@@ -61,7 +61,7 @@ def run_layer(
 
 
 def stacks(params: Params) -> tuple[Params, ...]:
-  """Returns the stacks of layers in order."""
+  """Returns a model's stacks of layers, in order."""
   layers = params["layers"]
   return layers if isinstance(layers, tuple) else (layers,)
 
@@ -72,7 +72,7 @@ def layer_count(stack: Params) -> int:
 
 
 def split(layers: Params, sizes: Sequence[int]) -> tuple[Params, ...]:
-  """Splits a stack into consecutive stacks of these sizes."""
+  """Splits a stack into consecutive stacks of `sizes` layers."""
   ends = list(itertools.accumulate(sizes))
   return tuple(
     jax.tree.map(lambda x, a=end - size, b=end: x[a:b], layers)
@@ -90,16 +90,16 @@ def last_layers(
   """
   total = layer_count(params["layers"])
   if not 1 <= count <= total:
-    raise ValueError(f"last_layers={count} must be in 1..{total}, the layers")
+    raise ValueError(f"last_layers={count}: use 1 to {total} layers")
   first, last = split(params["layers"], (total - count, count))
   names = ("final_norm", "head", "score")
-  moving = {name: params[name] for name in names if name in params}
-  moving["layers"] = last
+  trained = {name: params[name] for name in names if name in params}
+  trained["layers"] = last
 
-  def merge(moving):
-    return params | moving | {"layers": (first, moving["layers"])}
+  def merge(trained):
+    return params | trained | {"layers": (first, trained["layers"])}
 
-  return moving, merge
+  return trained, merge
 
 
 def _scan_stack(
@@ -123,14 +123,14 @@ def _scan_stack(
   )
 
 
-def _write_out(
+def _run_unrolled(
   body: Callable[..., tuple[Any, Any]],
   carry: Any,
   locality: tuple[bool, ...],
   scanned: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """Computes `_scan_stack` without a loop."""
-  # Gradients of a split are joined; gradients of indexing would be added up.
+  """Runs `body(carry, local, *scanned)` over the layers without a loop."""
+  # The gradient of a split is a concatenation, but that of indexing is a sum.
   leaves, tree = jax.tree.flatten(scanned)
   leaves = [jax.lax.split(x, (1,) * len(locality)) for x in leaves]
   outputs = []
@@ -152,21 +152,21 @@ def scan(
 ) -> tuple[Any, tuple[Any, ...]]:
   """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
-  `body` returns the new x, any pytree, and an output of the layer; `scanned`
-  has a pytree for each stack, with a leading axis of layers. Parameters named
-  `whole` are not sliced: `layer` has whole stacks and the index `LAYER`.
+  `body` returns the new x (any pytree) and the layer's output. `scanned` hold a
+  pytree per stack, with a leading axis of layers. Parameters named in `whole`
+  are not sliced: `layer` has their whole stacks, and its index as `LAYER`.
   """
   start = 0
   outputs = []
-  # Without a loop, XLA would keep values instead of recomputing them, and could
-  # gather the parameters of several layers at once.
+  # Other models need the loop. Without it, XLA would keep values that it should
+  # recompute, or gather the parameters of several layers at once.
   shallow = config.layers <= SHALLOW
   unroll = shallow and remat == "none" and sharding.fsdp_shards() == 1
   for stack, *more in zip(stacks(params), *scanned, strict=True):
     locality = config.locality[start : start + layer_count(stack)]
     start += len(locality)
-    run = _write_out if unroll and locality else _scan_stack
-    # A loop's body reads these from outside, at the layer's index.
+    run = _run_unrolled if unroll and locality else _scan_stack
+    # The loop's body reads these whole stacks at the layer's index.
     unsliced = {name: stack[name] for name in whole if len(locality) > 1}
     if unsliced:
       stack = {k: x for k, x in stack.items() if k not in unsliced}

@@ -24,7 +24,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models import layer_stacks
 from grpojax.models.huggingface import weights, weights_out
 
-# Matrices with adapters.
+# Matrices that may have adapters.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", *EXPERTS)
 
@@ -33,8 +33,8 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
   """Returns the shapes of the matrices that a pattern matches, by path.
 
   `targets` is a regular expression, matched in full against paths of `base`
-  like "layers/q". ValueError if it is invalid, or matches no matrix or any
-  other array.
+  like "layers/q". ValueError if it is invalid, or matches nothing or an array
+  that may not have adapters.
   """
   leaves = flatten_dict(base, sep="/")
   paths = [f"layers/{name}" for name in sorted(PROJECTIONS)]
@@ -42,7 +42,7 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
   try:
     chosen = [path for path in sorted(leaves) if re.fullmatch(targets, path)]
   except re.error as error:
-    raise ValueError(f"targets {targets!r}: {error}") from None
+    raise ValueError(f"targets {targets!r} are invalid: {error}") from None
   wrong = ", ".join(sorted(set(chosen) - set(matrices)))
   if wrong or not chosen:
     matched = f"{wrong}, not projections" if wrong else "nothing"
@@ -53,7 +53,7 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
 
 
 def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
-  """Draws float32 adapters of rank r with A B = 0.
+  """Draws float32 adapters of rank r = `rank` with A B = 0.
 
   A is uniform in +-1/sqrt(in), as in PEFT, and B is 0. `base` and `targets` are
   as in `targets_of`. Returns `{"layers": {"q": {"a": [L, in, r], "b":
@@ -74,13 +74,13 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
 
 
 def abstract(base: Params, rank: int, targets: str) -> Params:
-  """Returns the shapes and dtypes of `init`."""
+  """Returns the shapes and dtypes of the adapters from `init`."""
   draw = lambda base: init(base, seed_key(0), rank, targets)
   return jax.eval_shape(draw, base)
 
 
 def attach(base: Params, adapters: Params, scale: int | float) -> Params:
-  """Adds A and scale * B to the layers of the base, as "q_lora_a" etc."""
+  """Adds A and scale * B to the base's layers, under names like "q_lora_a"."""
   if not adapters:
     return base
   stacks = layer_stacks.stacks(adapters)  # several after `last_layers`
@@ -98,9 +98,9 @@ def attach(base: Params, adapters: Params, scale: int | float) -> Params:
 def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   """Returns an `LM` whose parameters are adapters of a frozen base.
 
-  Call it inside `jax.jit` with `base` an argument of the jitted function, so
-  that policy and reference (adapters `{}`, as from `init`) share the base in
-  memory. `scale` is the factor of A B, PEFT's lora_alpha / r.
+  Call it inside `jax.jit`, with `base` as an argument of the jitted function:
+  then policy and reference (with adapters `{}`, as from `init`) share the base.
+  `scale` is the factor of A B, PEFT's lora_alpha / r.
   """
 
   def attached(function):
@@ -114,9 +114,9 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
 
   return lm._replace(
     init=lambda key: {},
-    # The head has no adapter, so the base's is read.
+    # The head has no adapter, so use that of the base.
     unembed=lambda adapters, hidden: lm.unembed(base, hidden),
-    prepare=attached(prepare),  # the result is a plain model
+    prepare=attached(prepare),  # returns attached parameters
     forward_mode=lm.forward_mode and adapt(lm.forward_mode, base, scale),
     prefill=attached(lm.prefill),
     extend=attached(lm.extend),
@@ -140,7 +140,7 @@ class Merged:
     return self.base.shape
 
   def __getitem__(self, index: Any) -> Float[Array, "*L m n"]:
-    """Returns the matrix of a layer, or of several."""
+    """Returns the merged matrix of a layer, or of several layers."""
     base, a, b = (
       x[index].astype(jnp.float32) for x in (self.base, self.a, self.b)
     )
@@ -151,7 +151,7 @@ class Merged:
 def merge_lazily(
   base: Mapping[str, Any], adapters: Mapping[str, Any], scale: int | float
 ) -> dict[str, Any]:
-  """Returns the parameters of a plain model with merged adapters (`Merged`)."""
+  """Returns plain parameters, with adapters merged when indexed (`Merged`)."""
   layers = dict(base["layers"])
   for name, x in adapters.get("layers", {}).items():
     layers[name] = Merged(layers[name], x["a"], x["b"], scale)
@@ -172,22 +172,22 @@ def save_peft(
   `hf_config` is the config.json of the base model, `base` its path or name on
   the Hugging Face Hub, `revision` its commit there. `alpha` is PEFT's
   lora_alpha: the scale is alpha / r. `dtype` is the dtype to store; None keeps
-  the adapters'. ValueError if `path` exists, without adapters, or if experts
-  have adapters that peft 0.21 skips: only down alone or all three are read.
+  the adapters' dtype. ValueError if `path` exists, if there are no adapters, or
+  if peft 0.21 cannot read them: of experts, it reads down alone or all three.
   """
   if not adapters:
     raise ValueError("there are no adapters to save")
   expert_names = set(EXPERTS) & set(adapters["layers"])
   if expert_names not in (set(), {"expert_down"}, set(EXPERTS)):
     raise ValueError(
-      f"peft reads no adapters of only {' and '.join(sorted(expert_names))}: "
+      f"peft reads no adapters of {' and '.join(sorted(expert_names))} alone: "
       f"use {', '.join(EXPERTS)} in lora.targets, or write merged weights"
     )
   flat = flatten_dict(adapters, sep="/")
   base_layout = hf.layout(hf_config)
   layout = {}
   modules = set()
-  # Name the two tensors of each adapter after the matrix in the base's files
+  # Name the two tensors of each adapter after the matrix in the base's files.
   for leaf_path, array in sorted(flat.items()):
     target, side = leaf_path.rsplit("/", 1)
     stored = base_layout[target]

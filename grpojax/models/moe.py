@@ -30,7 +30,7 @@ the traffic of a single layer's matrices."""
 
 
 def matrices_of(layer: Iterable[str]) -> list[str]:
-  """Returns the names of a layer's experts' matrices and their adapters."""
+  """Returns the names of the experts' matrices in a layer, with adapters."""
   return [name for name in layer if name.startswith("expert_")]
 
 
@@ -54,8 +54,8 @@ def route(
   """Returns the weights (float32) and indices of each token's experts.
 
   With `normalize`, weights sum to 1. If logits are nearly equal, rounding may
-  change a token's experts, so `replayed` may give those of a rollout (Ma et al.
-  2025, arXiv 2510.11370); the router gives their weights.
+  change the chosen experts. So `replayed` may hold the experts of a rollout (Ma
+  et al. 2025, arXiv 2510.11370), and the router only weights them.
   """
   logits = _logits(x, router)
   if replayed is None:
@@ -63,7 +63,7 @@ def route(
     if normalize:
       weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, experts
-  # Unknown experts are out of range, and `take_along_axis` makes them NaN.
+  # Unknown experts are out of range: `take_along_axis` returns NaN for them.
   experts = replayed.astype(jnp.int32)
   if normalize:
     # A quotient of probabilities could be 0 / 0 for unread tokens.
@@ -81,13 +81,13 @@ def expert_load(
 ) -> ExpertLoad:
   """Returns the load of a layer's experts, with `count` experts per token.
 
-  A token counts `weights` times. The logits of `mixture` are computed again:
-  about X / (3 k F) of a layer's work.
+  `weights` tell how much each token counts. The router's logits are
+  computed again (see `mixture`): about X / (3 k F) of a layer's work.
   """
   probs = jax.nn.softmax(_logits(x, router), axis=-1)
-  # Like `top_k`, for which XLA would gather tokens over a mesh: chosen experts
-  # have fewer than k experts before them; ties go to the lower index.
-  # Compare all pairs of experts: [B, G, S, X, X].
+  # XLA would gather tokens over a mesh for `top_k`. So compare all pairs of
+  # experts, [B, G, S, X, X]: fewer than k experts come before a chosen one, and
+  # ties go to the lower index.
   this = probs[..., :, None]
   other = probs[..., None, :]
   index = jnp.arange(probs.shape[-1])
@@ -114,18 +114,18 @@ def _experts(
   """Returns the weighted sum of each token's experts on this device, float32.
 
   `experts` are indices into `matrices`; indices outside belong to other devices
-  and add exactly 0. `total` counts all devices' experts. If the index `layer`
-  is given, `matrices` are those of all layers.
+  and add exactly 0. `total` counts all devices' experts. With an index
+  `layer`, `matrices` hold all layers.
   """
-  from grpojax.models.grouped import grouped_product  # Pallas: long to import
+  from grpojax.models.grouped import grouped_product  # importing Pallas is slow
 
   held = matrices["expert_gate"].shape[-3]
   count = experts.shape[1]
   is_held = (0 <= experts) & (experts < held)
   chosen = jnp.where(is_held, experts, held).reshape(-1)
   # Pair i of the N * count pairs (token, expert) belongs to token i // count.
-  # Sorted, each expert's pairs are a run of rows; those of other devices'
-  # experts come last, outside of all runs.
+  # After sorting, each expert's pairs are a run of rows. Pairs with other
+  # devices' experts come last, outside of all runs.
   order = jnp.argsort(chosen)  # stable
   runs = jnp.bincount(chosen, length=held).astype(jnp.int32)
   if layer is not None:  # the experts of other layers get empty runs
@@ -134,7 +134,7 @@ def _experts(
     runs = jax.lax.dynamic_update_slice(all_runs, runs, (layer * held,))
   # [N count, D]: each token once for each of its experts, sorted by expert
   rows = x[order // count]
-  if held < total:  # products are undefined for rows outside of all runs
+  if held < total:  # products of rows outside of all runs are undefined
     rows = jnp.where((jnp.arange(len(rows)) < runs.sum())[:, None], rows, 0)
 
   product = lambda rows, name: grouped_product(rows, matrices[name], runs)
@@ -156,13 +156,13 @@ def _experts(
   return jnp.sum(weights[..., None] * y, axis=1)
 
 
-# True if shard_map tracks the axes along which values vary. In jax 0.7, with
-# tracking, it has no derivative under jax.checkpoint if an argument is saved.
+# True if shard_map tracks the axes along which values vary. With it, jax 0.7
+# has no derivative under jax.checkpoint if an argument is saved.
 _TRACKED = hasattr(jax.lax, "pcast")
 
 
 def _varying(x: Array, axes: set[str]) -> Array:
-  """Casts x to vary along `axes`, along which its gradient is summed."""
+  """Marks x as varying along `axes`; its gradient is summed over them."""
   if axes and _TRACKED:
     x = jax.lax.pcast(x, tuple(sorted(axes)), to="varying")
   return x
@@ -189,13 +189,13 @@ def _on_device(
   choice = count, config.normalize_experts, replayed
   weights, experts = route(tokens, layer["router"], *choice)
   chosen = experts.reshape(*x.shape[:3], count)
-  # A matrix meets tokens and matrices that are split along other axes.
+  # A matrix is used with tokens and matrices that are split along other axes.
   matrix_axes = set().union(*axes_of_matrices.values())
   matrices = {
     name: _varying(layer[name], (row_axes | matrix_axes) - axes)
     for name, axes in axes_of_matrices.items()
   }
-  # Cast before `astype`, so that gradients are summed in float32.
+  # Mark before `astype`, so that gradients are summed in float32.
   tokens, weights = (
     _varying(a, matrix_axes - row_axes) for a in (tokens, weights)
   )
@@ -218,7 +218,7 @@ def _on_device(
   if gathered:
     y = jax.lax.psum_scatter(y, "expert", tiled=True)
     matrix_axes = matrix_axes - {"expert"}
-  # Other axes split F, or the experts of tokens that all devices hold.
+  # The other axes split F, or experts whose tokens are on all devices.
   y = jax.lax.psum(y, tuple(sorted(matrix_axes))) if matrix_axes else y
   return y.reshape(x.shape), chosen
 
@@ -271,7 +271,7 @@ def mixture(
 def recorded(
   config: TransformerConfig, experts: tuple[Int[Array, "_ B G S count"], ...]
 ) -> Integer[Array, "B G S X"]:
-  """Returns a token's experts of all layers, in order, as small integers."""
+  """Joins the experts of all layers per token, as small integers."""
   dtype = jnp.uint8 if config.experts <= 256 else jnp.uint16
   # [L, B, G, S, count] -> [B, G, S, L, count]; the last two become X.
   x = jnp.moveaxis(jnp.concatenate(experts).astype(dtype), 0, -2)
@@ -279,14 +279,14 @@ def recorded(
 
 
 def by_layer(config: TransformerConfig, recorded: PyTree) -> PyTree:
-  """Returns `recorded` arrays by layer: [L, B, G, S, count]."""
+  """Splits arrays from `recorded` by layer: [L, B, G, S, count]."""
   shape = config.layers, config.experts_per_token
 
   def split(x):
     if x.shape[-1] != math.prod(shape):
       raise ValueError(
-        f"{x.shape[-1]} experts a token were recorded, but the model has "
-        f"{shape[0]} layers with {shape[1]} experts a token each"
+        f"{x.shape[-1]} experts per token were recorded, but the model has "
+        f"{shape[0]} layers with {shape[1]} experts per token"
       )
     return jnp.moveaxis(x.reshape((*x.shape[:-1], *shape)), -2, 0)
 

@@ -1,12 +1,12 @@
 """Forward passes over prompts, completions, and the next tokens of decoding.
 
-A pass makes the `TokenContext` of its tokens, embeds them, runs the layers of
+A pass builds the `TokenContext` of its tokens, embeds them, runs the layers of
 all stacks (`layer_stacks`) and applies the final norm:
 
-    prefill   prompts [B, P]          -> keys and values of all layers
-    extend    completions [B, G, S]   -> hidden states, with these keys and
-                                         values; with a cache, S next tokens
-    forward   both, layer by layer, for training: keys and values are freed
+    prefill   prompts [B, P]         -> keys and values of all layers
+    extend    completions [B, G, S], -> hidden states, given prefilled prompts
+              or the next S tokens      and, for next tokens, a cache
+    forward   prompts, completions   -> hidden states, for training
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ ROPE = "rope"  # name of the rotary tables in prepared parameters
 
 
 def cast(params: Params, dtype: Any) -> Params:
-  """Casts parameters to `dtype`, except scales, biases, embeddings and routers.
+  """Casts parameters to `dtype`, except norms, biases, embeddings and routers.
 
-  Gradients of the first three are sums over tokens, too inexact in bfloat16.
-  A rounded router would choose other experts (`moe.route`).
+  Gradients of norms, biases and embeddings are sums over tokens, too inexact in
+  bfloat16. A rounded router would choose other experts (`moe.route`).
   """
 
   def cast_leaf(path, x):
-    if x.dtype == jnp.int8 or path[0].key == ROPE:  # in a rollout
+    if x.dtype == jnp.int8 or path[0].key == ROPE:  # only in rollouts
       return x
     name = path[-1].key
     uncast = name.endswith(("norm", "bias")) or name in ("embed", "router")
@@ -51,7 +51,7 @@ def cast(params: Params, dtype: Any) -> Params:
   return jax.tree_util.tree_map_with_path(cast_leaf, params)
 
 
-def rope_of_kinds(
+def rotary_tables(
   config: TransformerConfig, positions: Int[Array, "*tokens"]
 ) -> tuple[RotaryTable, ...]:
   """Returns a rotary table for each of `TransformerConfig.ropes`."""
@@ -65,7 +65,7 @@ def _row_mask(
 ) -> Bool[Array, "..."]:
   mask = jnp.tril(jnp.ones((size, size), bool))
   if segments is not None:
-    # Packed completions see their own segment only: [B, G, 1, 1, S, S].
+    # Packed completions see only their own segment: [B, G, 1, 1, S, S].
     same = segments[..., :, None] == segments[..., None, :]
     mask = (mask[None, None] & same)[:, :, None, None]  # same for all heads
   return mask
@@ -78,11 +78,11 @@ def _row_context(
   prompt_mask: Bool[Array, "B P"] | None,
   row_attention: RowAttention | None,
 ) -> TokenContext:
-  """Returns the context of whole rows; long rows have no mask."""
+  """Returns the context of whole rows, without a mask if they are long."""
   size = positions.shape[-1]
-  at_once = size <= WHOLE or row_attention is None
-  mask = _row_mask(size, segments) if at_once else None
-  tables = rope_of_kinds(config, positions)
+  has_mask = size <= WHOLE or row_attention is None
+  mask = _row_mask(size, segments) if has_mask else None
+  tables = rotary_tables(config, positions)
   return TokenContext(tables, mask, positions, prompt_mask, segments=segments)
 
 
@@ -102,29 +102,29 @@ def _next_context(
 ) -> TokenContext:
   """Returns the context of the next tokens of rows with `start` tokens."""
   _, prompt_mask = prefix.state
-  slots = jnp.arange(cache[0].values.shape[-2])
+  slots = jnp.arange(cache[0].values.shape[-2])[None, None]
   if ROPE in params:  # positions of padding may be out of range
     look_up = lambda x: jnp.take(x, positions, axis=0, mode="clip")
     tables = jax.tree.map(look_up, params[ROPE])
   else:
-    tables = rope_of_kinds(config, positions)
+    tables = rotary_tables(config, positions)
   return TokenContext(
     tables,
     _row_mask(positions.shape[-1], None),
     positions,
     prompt_mask,
-    slot_mask=slots < start[..., None, None, None, None],
+    slot_mask=(slots < start[..., None])[:, :, None, None, None],
     slot_positions=prefix.length[:, None, None] + slots,
   )
 
 
 class _FlatContext(NamedTuple):
-  """Context of flat tokens without padding: prompts, then rows."""
+  """Context of prompts and rows, joined to flat tokens without padding."""
 
   tables: tuple[RotaryTable, ...]
   routing: Routing
   parts: tuple[TokenContext, TokenContext]  # prompts and rows, for attention
-  flat: FlatTokens  # places of the tokens
+  flat: FlatTokens  # places of the tokens in prompts and rows
 
 
 def _join_flat(
@@ -144,7 +144,7 @@ def _split_flat(
 
 def _flat_context(config, prompts, rows, flat: FlatTokens) -> _FlatContext:
   join = lambda prompts, rows: _join_flat(prompts, rows, flat)
-  tables = rope_of_kinds(config, join(prompts.positions, rows.positions))
+  tables = rotary_tables(config, join(prompts.positions, rows.positions))
   routing = jax.tree.map(join, prompts.routing, rows.routing)
   return _FlatContext(tables, routing, (prompts, rows), flat)
 
@@ -157,7 +157,7 @@ def _flat_block(
   context: _FlatContext,
   row_attention: RowAttention | None,
 ) -> tuple[Float[Array, "C 1 N D"], ExpertLoad | None]:
-  """Applies `block_of_both` to flat tokens, padded for attention only."""
+  """Applies a decoder layer to flat tokens, padded for attention only."""
   prompt_context, row_context = context.parts
   flat = context.flat
   attend = functools.partial(
@@ -168,7 +168,7 @@ def _flat_block(
     return Heads(*(unflatten(x, places, part.positions.shape) for x in heads))
 
   def attention(heads):
-    # q, k and v of flat tokens -> of prompts [B, 1, P] and of rows [n, G, S]
+    # Split q, k and v into prompts [B, 1, P] and rows [n, G, S].
     prompts, rows = zip(*(_split_flat(x, flat) for x in heads), strict=True)
     prompts = padded(prompts, flat.prompts, prompt_context)
     rows = padded(rows, flat.rows, row_context)
@@ -186,7 +186,7 @@ def _flat_block(
 
 
 def _replay(context: Any, replayed: Any) -> Any:
-  """Returns a context, or a pair, with a layer's `replayed` experts, if any."""
+  """Adds `replayed` experts of a layer, if any, to one context or a pair."""
   if replayed is None:
     return context
   if isinstance(replayed, tuple):
@@ -199,7 +199,7 @@ def _lengths(prompt_mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
 
 
 def map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
-  """Maps a function of arrays [B, ...] over a prefix."""
+  """Applies a function to each array [B, ...] of a prefix."""
   keys_values, prompt_mask = prefix.state
   return Prefix(
     function(prefix.last_hidden),
@@ -210,7 +210,7 @@ def map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-  """The passes of a model, with the arguments of `LM`'s functions."""
+  """Forward passes of a model, with the signatures of `LM`'s functions."""
 
   config: TransformerConfig
   dtype: Any  # of computation
@@ -227,7 +227,7 @@ class Passes:
     prompt_mask: Bool[Array, "B P"],
     record: bool = False,
   ) -> Prefix:
-    """Runs the prompts as groups of size 1."""
+    """Returns the keys and values of prompts; `record` adds their experts."""
     params = cast(params, self.dtype)
     context = _prompt_context(self.config, prompt_mask, self.row_attention)
 
@@ -298,7 +298,7 @@ class Passes:
       )
       return x, (row, routed.experts if record else None)
 
-    # If sliced, XLA:TPU would copy each layer's experts for every token.
+    # From sliced stacks, XLA:TPU would copy a layer's experts for every token.
     on_tpu = self.platform == "tpu"
     whole = moe.matrices_of(layer_stacks.stacks(params)[0]) if on_tpu else ()
     x, outputs = layer_stacks.scan(
@@ -324,9 +324,9 @@ class Passes:
     replayed: tuple[Integer[Array, "B P X"], Integer[Array, "n G S X"]]
     | None = None,
   ) -> ForwardOutput:
-    """Runs prompts and whole completions layer by layer.
+    """Returns hidden states of prompts and whole completions, for training.
 
-    The load counts the routers' own choice, even for `replayed` tokens.
+    The load counts the routers' own choices, even if experts are `replayed`.
     """
     config = self.config
     params = cast(params, self.dtype)
@@ -344,7 +344,7 @@ class Passes:
     if replayed is not None:
       replayed = replayed[0][:, None], replayed[1]
 
-    # Embed the tokens: as two arrays, or joined into flat tokens.
+    # Embed the tokens, as two arrays or joined to flat tokens.
     if flat is None:
       x = self._embed_both(params, prompt_ids, ids)
       layer_of = block.block_of_both
@@ -360,7 +360,7 @@ class Passes:
       return self._run(layer_of, x, layer, local, _replay(context, replayed))
 
     scanned = []
-    # Each stack scans its own layers' share of the replayed experts.
+    # Each stack scans the replayed experts of its own layers.
     if replayed is not None:
       sizes = map(layer_stacks.layer_count, layer_stacks.stacks(params))
       replayed = moe.by_layer(config, replayed)
@@ -368,7 +368,7 @@ class Passes:
     x, loads = layer_stacks.scan(
       config, body, x, params, *scanned, remat=self.remat
     )
-    # A stack's loads have an axis of layers; all are None without weights.
+    # Sum the loads over the layers of all stacks; without weights all are None.
     load = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *loads)
     if flat is None:
       prompts, x = x
@@ -391,9 +391,9 @@ class Passes:
   def _embed_both(
     self, params: Params, prompt_ids: Int[Array, "B P"], ids: Array
   ) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
-    """Embeds prompts and completions [B, G, S] by a single lookup.
+    """Embeds prompts and completions [B, G, S] with a single lookup.
 
-    With two, XLA:TPU held five arrays of the table's size for the gradient.
+    For two lookups, XLA:TPU's gradient held five arrays of the table's size.
     """
     b, g, s = ids.shape
     if sample_cuts(b, g)[1] > 1:  # if joined, completions would change devices
@@ -405,7 +405,7 @@ class Passes:
     return constrain(prompts, "batch", "group"), constrain(x, "batch", "group")
 
   def _final_norm(self, params: Params, x: Array) -> Array:
-    """Returns hidden states as the output head reads them, in `dtype`."""
+    """Applies the final norm; returns the output head's inputs, in `dtype`."""
     config = self.config
     scale = params["final_norm"]
     y = rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)

@@ -1,11 +1,11 @@
 """8-bit integers for matrices and caches, to reduce the traffic per token.
 
-Symmetric and rounded to nearest, with a scale for each channel:
+Integers are symmetric and rounded to nearest, with a scale per channel:
 
     x ~ q * s      s = max |x| / 127      |x - q s| <= s / 2
 
 A product takes q in the dtype of computation, where it is exact, and scales the
-result. So a scale must not depend on the axis summed over.
+result. So a scale must not vary along the axis summed over.
 
 | array               | summed over | a scale for each                        |
 |---------------------|-------------|-----------------------------------------|
@@ -14,7 +14,7 @@ result. So a scale must not depend on the axis summed over.
 | values, [.., E]     | tokens      | token and head: a factor of its softmax |
 |                     |             | weight                                  |
 
-A matrix's scales, "q_scale" of "q", have the dtype of computation.
+A matrix "q" has scales "q_scale" in the dtype of computation.
 """
 
 from typing import Any
@@ -26,8 +26,8 @@ from grpojax.core.types import Params
 from grpojax.models import cpu
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "head")
-"""Matrices in 8 bits. Biases, norms, routers, embeddings and adapters are small
-or looked up, and experts' matrices (`moe`) keep their dtype."""
+"""Matrices to store in 8 bits. Biases, norms, routers and adapters are small,
+embeddings are looked up, and experts' matrices (`moe`) keep their dtype."""
 
 _LARGEST = 127
 

@@ -13,7 +13,7 @@ RotaryTable = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-  """Frequencies of a rotary embedding (Su et al. 2021), for longer contexts.
+  """Frequencies of a rotary embedding (Su et al. 2021), which may be scaled.
 
   Without `low_freq_factor`, `factor` divides every frequency (linear scaling,
   Chen et al. 2023). With it (Llama 3.1), `factor` divides frequencies below
@@ -40,7 +40,7 @@ def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, "half"]:
   turns = rope.original_length * frequency / (2 * math.pi)
   low = rope.low_freq_factor
   high = rope.high_freq_factor
-  # 0 divides a frequency by `factor`, 1 leaves it, and others interpolate.
+  # Share of the unscaled frequency: 0 means fully scaled, 1 means unchanged.
   share = np.clip((turns - low) / (high - low), 0.0, 1.0)
   return ((1 - share) * slow + share * frequency).astype(np.float32)
 

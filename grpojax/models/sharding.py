@@ -1,7 +1,7 @@
-"""Shards parameters over a mesh by a table, and gathers them for use.
+"""Shards parameters over a mesh by a table of rules, and gathers them for use.
 
-The table maps the end of a parameter's path to a `PartitionSpec`, so it fits
-parameters, a `TrainState`, and optimizer state with the parameters' names.
+A rule maps the end of a path to a `PartitionSpec`. So rules also fit a
+`TrainState` and optimizer state, in which paths end with parameters' names.
 """
 
 import functools
@@ -20,19 +20,19 @@ from jaxtyping import Array, PyTree
 from grpojax.core import meshes
 from grpojax.core.meshes import AXES, divide, free_axes
 
-_FSDP = ("fsdp", "expert")  # axes to gather along, except for experts
+_FSDP = ("fsdp", "expert")  # axes to gather along; experts: only fsdp
 RULES = (
   # (pattern for the end of the path, axes)  # shape
   (r"embed", P(("tensor", *_FSDP), _FSDP)),  # [V, D]
   (r"head", P(_FSDP, "tensor")),  # [D, V]
   (r"head_scale", P("tensor")),  # [V]
   (r"layers/(q|k|v|gate|up)", P(None, _FSDP, "tensor")),  # [L, D, ...]
-  # Split along rows: if columns are split into odd multiples of 128, XLA:TPU
-  # uses an all-reduce of the gradient instead of a reduce-scatter.
+  # Rows are split, because for columns split into odd multiples of 128, XLA:TPU
+  # would use an all-reduce of the gradient instead of a reduce-scatter.
   (r"layers/(o|down)", P(None, ("tensor", *_FSDP))),  # [L, ..., D]
   (r"layers/(q|k|v|gate|up)_(bias|scale)", P(None, "tensor")),  # [L, ...]
   (r"layers/router", P(None, _FSDP)),  # [L, D, X]
-  # optax's Adafactor, [L, X, D] or [L, X, F]; other statistics are small.
+  # Statistics of optax's Adafactor, [L, X, D] or [L, X, F]; others are small.
   (r"v_(row|col)/layers/expert_(gate|up|down)", P(None, "expert")),
   # [L, X, D, F] and [L, X, F, D]
   (r"layers/expert_(gate|up)", P(None, "expert", "fsdp", "tensor")),
@@ -55,8 +55,8 @@ RULES = (
 )
 """Rules for `models.transformer`, its LoRA adapters and optimizer states.
 
-Vectors and scalars without a rule (keys, counts, step sizes) stay whole; a
-matrix without a rule is an error."""
+Vectors and scalars without a rule (random keys, counts, step sizes) stay whole;
+a matrix without a rule is an error."""
 
 
 def axes_of(spec: P) -> list[tuple[str, ...]]:
@@ -73,15 +73,15 @@ def _with_data(axes: tuple[str, ...]) -> tuple[str, ...]:
 GRADIENT_RULES = tuple(
   (name, P(*map(_with_data, axes_of(spec)))) for name, spec in RULES
 )
-"""Rules for gradients before the optimizer: also split along data.
+"""Rules for gradients before the optimizer, which are also split along data.
 
-Then a reduce-scatter adds them up over all devices with rows; if they are split
-along fsdp alone, XLA uses an all-reduce of twice the size. XLA recognises a
+So a reduce-scatter adds them up over all devices with rows. For a split along
+fsdp alone, XLA would use an all-reduce of twice the size. XLA recognises a
 reduce-scatter only if the axes have the order of the mesh."""
 
 
 def _spec(entries: Iterable[tuple[str, ...]]) -> P:
-  """Inverts `axes_of`."""
+  """Returns the spec with these axes: the inverse of `axes_of`."""
   # A single axis is written as a string, and no axis as None.
   return P(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
@@ -92,8 +92,8 @@ def spec_for(
   """Returns the `PartitionSpec` of an array, by the first matching rule.
 
   `path` is like "params/layers/q". Axes that do not divide their dimension are
-  left out. P() if the rule has too many dimensions (reduced optimizer state),
-  and for vectors without a rule; ValueError for other arrays without a rule.
+  left out. Returns P() if the rule has too many dimensions (reduced optimizer
+  state) or a vector has no rule; ValueError if another array has no rule.
   """
   for pattern, spec in rules:
     if not re.search(rf"(^|/)({pattern})$", path):
@@ -143,7 +143,7 @@ def _only(spec: P, names: Collection[str]) -> P:
 
 
 def _gathered(path: str, spec: P) -> P:
-  """Returns the spec of a parameter in use; experts keep their devices."""
+  """Returns the spec of a gathered parameter; experts stay on their devices."""
   dropped = ("fsdp",) if "/expert_" in path else _FSDP
   return _only(spec, set(AXES) - set(dropped))
 
@@ -151,7 +151,7 @@ def _gathered(path: str, spec: P) -> P:
 def _spec_of(
   name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules=RULES
 ) -> P:
-  """Returns `spec_for`, where "layer/q" is a layer of "layers/q"."""
+  """Returns the spec of an array; "layer/q" means one layer of "layers/q"."""
   if not name.startswith("layer/"):
     return spec_for(name, shape, mesh, rules)
   # Rules are for stacks: add an axis of layers, and remove its entry.
@@ -181,7 +181,7 @@ def _lay_out_jvp(spec, gradient_spec, primals, tangents):
 
 
 def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
-  """Lays parameters out over the mesh, by the table or gathered."""
+  """Lays parameters out over the mesh, as stored (by `RULES`) or gathered."""
   mesh = jax.sharding.get_abstract_mesh()
   free = free_axes(mesh)
   if not set(AXES) & set(free):
@@ -201,7 +201,7 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
 
 
 def fsdp_shards() -> int:
-  """Returns the number of shards of a layer on the current mesh."""
+  """Returns the number of shards that `gather` joins on the current mesh."""
   sizes = dict(jax.sharding.get_abstract_mesh().shape)
   return math.prod(sizes.get(axis, 1) for axis in _FSDP)
 
@@ -236,16 +236,16 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
   # The stored layout also splits the gradients (`GRADIENT_RULES`).
   params = _constrain(params, prefix, gathered=False)
   params = _constrain(params, prefix, gathered=True)
-  if prefix == "layer/":  # without a barrier, XLA:TPU overlaps the gathering
+  if prefix == "layer/":  # no barrier, so that XLA:TPU can overlap gathers
     return params
   # Without a barrier, XLA would gather again in each turn of a loop.
   return _barrier(params)
 
 
 def all_but_gathered(primitive, *_, **__) -> bool:
-  """Policy of `jax.checkpoint`: save all values but gathered parameters.
+  """`jax.checkpoint` policy that saves all values except gathered parameters.
 
-  A policy by names (`checkpoint_name`) would save the gathered array.
+  A policy of names (`checkpoint_name`) would still save the gathered array.
   """
   layout = "sharding_constraint", "custom_jvp_call"  # `_barrier`
   return primitive.name not in layout
@@ -253,7 +253,7 @@ def all_but_gathered(primitive, *_, **__) -> bool:
 
 # If a loop adds up the gradient of a weight that all devices read, XLA sums it
 # over all devices in each turn. With a copy of the weight per device, and
-# samples [devices, rows, ...], it does so once after the loop.
+# samples [devices, rows, ...], XLA sums it once, after the loop.
 
 
 def _row_axes() -> dict[str, int]:
@@ -262,7 +262,7 @@ def _row_axes() -> dict[str, int]:
 
 
 def copy_for_rows(x: Array) -> Array:
-  """Returns [devices, ...], a copy of x per device with rows, if any."""
+  """Returns a copy of x per device with rows, [devices, ...]; x if unsplit."""
   axes = _row_axes()
   if not axes:
     return x
@@ -274,8 +274,8 @@ def copy_for_rows(x: Array) -> Array:
 class RowShards(NamedTuple):
   """Layout of samples [B, G, ...] on the devices that rows are split over."""
 
-  # B and G, each as the axes of the mesh that split it and the quotient: (2, 3,
-  # 2, 2) if data = 2 splits 6 prompts and fsdp = 2 their 4 samples.
+  # Sizes of the mesh axes that split B, then B per device; the same for G:
+  # (2, 3, 2, 2) if data = 2 splits 6 prompts and fsdp = 2 their 4 samples.
   shape: tuple[int, ...]
   order: tuple[int, ...]  # permutation that brings the mesh's axes to the front
   size: tuple[int, int]  # B and G
@@ -298,7 +298,7 @@ class RowShards(NamedTuple):
 
 
 def row_shards(prompts: int, group_size: int) -> RowShards | None:
-  """Returns the layout of [B, G, ...]; None if an axis divides neither."""
+  """Returns the layout of [B, G, ...]; None if a mesh axis splits neither."""
   axes = _row_axes()
   size = prompts, group_size
   rules = (meshes.ACTIVATIONS["batch"], meshes.ACTIVATIONS["group"])

@@ -2,7 +2,7 @@
 
 A prompt's keys and values are computed and stored once, and its whole group of
 completions attends to them. Parameters are nested dicts; layers are stacked on
-a leading axis, as a single stack or a tuple of stacks (`last_layers`).
+a leading axis, in a single stack or a tuple of stacks (`last_layers`).
 """
 
 import functools
@@ -31,11 +31,11 @@ from grpojax.models.config import parameter_shapes as parameter_shapes
 from grpojax.models.cpu import matmul
 from grpojax.models.layer_stacks import last_layers as last_layers
 
-LARGE = 4096  # smallest vocabulary for which TPUs do not store logits
+LARGE = 4096  # smallest vocabulary that TPUs draw from without logits
 
 
 def _gap_mask(config: TransformerConfig) -> Bool[Array, "V"] | None:
-  """Returns True for ids without a token; None if there are no `gaps`."""
+  """Returns a mask of unused ids; None if there are no `gaps`."""
   ids = jnp.arange(config.vocab_size)
   masks = [(start <= ids) & (ids < stop) for start, stop in config.gaps]
   return functools.reduce(jnp.logical_or, masks) if masks else None
@@ -47,15 +47,15 @@ def _unembed(
   hidden: Float[Array, "*tokens D"],
   dtype: Any,
 ) -> Float[Array, "*tokens V"]:
-  """Returns logits in float32, `NEGATIVE` for ids without a token."""
+  """Returns float32 logits, with `NEGATIVE` for unused ids."""
   if config.labels:
     return matmul(hidden, params["score"].astype(dtype), jnp.float32)
   head = params["head"] if "head" in params else params["embed"].T
   head = head.astype(dtype)
   rows = None
-  if head.ndim == 3:  # a copy for each device's rows
+  if head.ndim == 3:  # a copy per device (`copy_for_rows`)
     rows = sharding.row_shards(*hidden.shape[:2])
-    if rows is None:  # rows cannot be split: use a single copy
+    if rows is None:  # rows cannot be split, so use a single copy
       head = head[0]
   if rows is None:
     logits = matmul(hidden, head, jnp.float32)
@@ -79,7 +79,7 @@ def _draw_parts(
   uniform: Float[Array, "B G 2"],
   temperature: int | float,
 ) -> Parts:
-  """Draws a token of each part of the vocabulary, with the TPU kernel."""
+  """Draws a token from each part of the vocabulary with the TPU kernel."""
   from grpojax.models.decoding_kernels import draw_parts  # slow import
 
   mesh = jax.sharding.get_abstract_mesh()
@@ -92,7 +92,7 @@ def _draw_parts(
   def draw(hidden, head, scale, mask, uniform):
     rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
     parts = draw_parts(rows[0], head, rows[1], logits_of, scale, mask)
-    # The kernel counts ids from the device's first column.
+    # The kernel's ids are relative to the device's first column.
     if spec[2]:
       first = jax.lax.axis_index(spec[2]) * head.shape[1]
       parts = parts._replace(ids=parts.ids + first)
@@ -124,23 +124,22 @@ def _for_decoding(
   """Casts, gathers and lays out parameters once for the token loop.
 
   A tied embedding stays float32, and the output head is a cast copy. Rotary
-  tables are added, which XLA would compute for every token and layer. Matrices
-  become integers before they are gathered, which halves the traffic.
+  tables are added, because XLA would compute them for every token and layer.
+  `in_8_bits` quantizes matrices before they are gathered, to halve the traffic.
   """
 
-  def formatted(arrays):
+  def quantized(arrays):
     quantize = quantization.quantize_matrices
     return quantize(arrays, dtype) if in_8_bits else arrays
 
-  # Quantize the head, if any, and the matrices of the layers.
-  params = formatted(params) | {"layers": formatted(params["layers"])}
+  params = quantized(params) | {"layers": quantized(params["layers"])}
   params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
   positions = jnp.arange(longest)
-  params |= {passes.ROPE: passes.rope_of_kinds(config, positions)}
+  params |= {passes.ROPE: passes.rotary_tables(config, positions)}
   if config.labels:
     return params
   if config.tied:
-    params |= passes.cast(formatted({"head": params["embed"].T}), dtype)
+    params |= passes.cast(quantized({"head": params["embed"].T}), dtype)
   return params | {"layers": layer_stacks.split(params["layers"], stacks)}
 
 
@@ -152,7 +151,7 @@ def _for_training(
   # `layer_stacks.run_layer` gathers the layers, one at a time.
   outer = {name: x for name, x in params.items() if name != "layers"}
   params |= sharding.gather(outer)
-  if config.tied:  # a copy, so that both gradients are sharded separately
+  if config.tied:  # a copy, so that its gradient is sharded separately
     head = {"embed": outer["embed"].astype(dtype)}
     params["head"] = sharding.gather(head)["embed"].T
   if "head" in params:
@@ -163,7 +162,7 @@ def _for_training(
 def _lm(
   model: passes.Passes, stacks: tuple[int, ...], in_8_bits: bool = False
 ) -> LM:
-  """Returns the `LM` of a model; `stacks` are those of its cache."""
+  """Returns a model's `LM`; `stacks` are the sizes of its cache's stacks."""
   config = model.config
   dtype = model.dtype
   platform = model.platform
@@ -210,9 +209,9 @@ def transformer(
     remat: values that the backward pass recomputes (`layer_stacks.REMAT`):
       "full" (everything except each layer's input, about a third more work),
       "selective", "attention" or "none".
-    attention: attention of rows of more than `block_attention.WHOLE` tokens, a
+    attention: how rows of more than `block_attention.WHOLE` tokens attend, a
       name in `block_attention.ATTENTION`.
-    platform: "cpu", "gpu" or "tpu"; None is JAX's default backend. Results
+    platform: "cpu", "gpu" or "tpu"; None means JAX's default backend. Results
       differ only by rounding.
   """
   check(config)
@@ -228,9 +227,9 @@ def transformer(
   @functools.cache
   def decoder(cache_dtype):
     runs_on = platform or jax.default_backend()
-    # XLA:CPU may copy a layer of a stack for each token, XLA:GPU copies all
-    # weights and caches. So a few layers, or all on GPUs, get stacks of their
-    # own, although compilation then takes several times as long.
+    # In a loop over a stack, XLA:CPU may copy a layer for each token, and
+    # XLA:GPU copies all weights and caches. A stack per layer avoids this, but
+    # takes several times as long to compile.
     separate = config.layers <= layer_stacks.SHALLOW or runs_on == "gpu"
     stacks = (1,) * config.layers if separate else (config.layers,)
     decoding = passes.Passes(config, dtype, None, attend, runs_on)
@@ -245,9 +244,9 @@ def transformer(
 
   model = _lm(passes.Passes(config, dtype, remat, attend), (config.layers,))
   lm = model._replace(prepare=prepare)
-  # Kernels lack forward-mode derivatives, so `jax.jvp` uses blocks.
+  # Kernels have no forward-mode derivative, so `jax.jvp` uses blocks.
   if attention not in ("auto", "kernel"):
     return lm
   options = dict(dtype=dtype, remat=remat, platform=platform)
-  by_blocks = transformer(config, attention="blocks", **options)
-  return lm._replace(forward_mode=by_blocks)
+  block_lm = transformer(config, attention="blocks", **options)
+  return lm._replace(forward_mode=block_lm)

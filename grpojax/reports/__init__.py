@@ -1,1 +1,1 @@
-"""A run as one page of HTML: pure functions of its rows, and the page."""
+"""HTML reports of runs, built by pure functions of the runs' rows."""

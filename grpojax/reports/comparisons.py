@@ -1,6 +1,6 @@
 """Compares runs by their held-out answers and metrics.
 
-Held-out answers are compared by prompt, metrics by blocks of steps, as
+Held-out answers are compared by prompt, metrics by blocks of steps because
 neighbouring steps are correlated. Intervals describe these two runs, not other
 seeds.
 """
@@ -24,7 +24,7 @@ from grpojax.statistics.group_size import Components, mse_curve
 from grpojax.statistics.intervals import paired_difference, paired_proportions
 
 Answers = Mapping[int, tuple[str, str]]
-"""Evaluations by step: the problems' name, and "1" for each right answer."""
+"""Evaluations by step: hash of the problems, and "1" per right answer."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -34,7 +34,7 @@ def answers(rows: Rows) -> Answers:
 
 
 def _paired(a: tuple[str, str], b: tuple[str, str]) -> dict[str, Any] | None:
-  """Returns b - a over prompts; None if the problems differ."""
+  """Returns the difference of accuracies b - a; None if the problems differ."""
   if a[0] != b[0] or len(a[1]) != len(b[1]):
     return None
   first, second = (np.array(list(right)) == "1" for _, right in (a, b))
@@ -66,7 +66,7 @@ def texts_before_and_after(rows: Rows) -> dict[str, Any] | None:
 
 
 def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
-  """Returns b - a after each step with an evaluation on the same prompts."""
+  """Returns accuracy b - a for each step with evaluations of equal prompts."""
   return [
     {"step": step} | paired
     for step in sorted(a.keys() & b.keys())
@@ -77,7 +77,7 @@ def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
 def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
   """Returns b - a for the metrics `COMPARED`, over their common steps.
 
-  Means, difference with interval and p-value, and blocks of the difference.
+  A row has means, a difference with interval and p-value, and its blocks.
   """
   rows = []
   for name in COMPARED:
@@ -102,7 +102,7 @@ def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
 
 
 def group_size(columns: Columns) -> tuple[float, float, float] | None:
-  """Returns G* from all diagnoses and its 95% interval; None if unknown."""
+  """Returns G* from all diagnoses, with 95% bounds; None if unknown."""
   steps, lows = columns.get("optimal_group_size_low", ((), ()))
   if not steps or steps[-1] != columns["c1"][0][-1]:
     return None
@@ -114,9 +114,9 @@ def group_size(columns: Columns) -> tuple[float, float, float] | None:
 
 
 def error_of_best(columns: Columns, group_size: int) -> float | None:
-  """Returns the gradient error at a group size over the least error.
+  """Returns the gradient error at a group size divided by the least error.
 
-  From mean c1, c2 and c3, at equal samples; None if the means are no variances.
+  Both use mean c1, c2 and c3 at equal samples. None unless c1 and errors > 0.
   """
   names = "c1", "c2", "c3"
   if not all(name in columns for name in names) or group_size < 2:
@@ -131,7 +131,7 @@ def error_of_best(columns: Columns, group_size: int) -> float | None:
 
 
 def speed(columns: Columns) -> list[dict[str, Any]]:
-  """Returns median and share of each part of a step's time."""
+  """Returns the median and the share of each part of a step's time."""
   if "seconds_step" not in columns:
     return []
   whole = np.array(columns["seconds_step"][1])

@@ -8,7 +8,7 @@ from typing import Any
 from grpojax.reports.curves import is_number
 
 BUDGET = 6_000_000
-"""Bytes of completions of all runs in a page, which a browser opens quickly."""
+"""Limit in bytes for a page's completions, so that browsers open it quickly."""
 
 _SHOWN = (
   "completion reward truncated tokens logprobs trainer_logprobs ref_logprobs"
@@ -17,9 +17,9 @@ _SHOWN = (
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a completion and its numbers from a row."""
+  """Returns the completion of a row, with its numbers."""
   sample = {name: row[name] for name in _SHOWN if name in row}
-  if is_number(row.get("advantage")):  # not a list by turn
+  if is_number(row.get("advantage")):  # else a list, shown by turn
     sample["advantage"] = row["advantage"]
   if len(row.get("rewards", ())) > 1:
     sample["rewards"] = row["rewards"]
@@ -40,8 +40,8 @@ def _turns(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Groups rows of samples.jsonl: a prompt and its completions."""
-  made = []
+  """Converts rows of samples.jsonl to groups: prompts with completions."""
+  result = []
   for _, group in itertools.groupby(rows, lambda x: (x["step"], x["group"])):
     first, *others = group
     answer = first.get("answer")
@@ -49,15 +49,15 @@ def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
       answer = json.dumps(answer, default=str)
     samples = [_sample(row) for row in (first, *others)]
     shared = {"step": first["step"], "prompt": first["prompt"]}
-    made.append(shared | {"answer": answer, "samples": samples})
-  return made
+    result.append(shared | {"answer": answer, "samples": samples})
+  return result
 
 
 def steps_within(sizes: Mapping[int, int], budget: int = BUDGET) -> list[int]:
   """Returns evenly spaced steps with at most `budget` bytes of completions.
 
-  First and last step are included. `sizes` has bytes of JSON by step; if even
-  these are too large, only the last step remains.
+  `sizes` has bytes of JSON by step. The first and the last step are included;
+  if even these two are too large, only the last.
   """
   steps = sorted(sizes)
   for stride in range(1, len(steps)):

@@ -1,8 +1,8 @@
-"""Reduces metrics and rewards along training to a few points.
+"""Reduces the metrics and rewards of a run to a few points to draw.
 
 A metric without its own interval is drawn as means of blocks of steps with
-Student's 95% interval. Steps of a block count as independent: they have
-different prompts and samples, and progress only widens the interval.
+Student's 95% interval. Steps of a block count as independent, since they have
+different prompts and samples; progress only widens the interval.
 """
 
 import math
@@ -18,7 +18,7 @@ from grpojax.statistics.intervals import mean_interval
 POINTS = 400  # largest number of points of a curve
 BLOCKS = 40  # largest number of blocks; their lengths differ by at most a step
 BLOCK = 5  # smallest number of steps in a block
-REWARD_COLUMNS = 100  # largest number of columns of steps
+REWARD_COLUMNS = 100  # largest number of columns of one or more steps
 REWARD_VALUES = 12  # largest number of distinct rewards; else they are binned
 REWARD_BINS = 20
 
@@ -65,7 +65,7 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
 
 
 def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
-  """Returns the indices of points to draw: the extremes of equal parts."""
+  """Returns the indices of points to draw, the extremes of equal parts."""
   count = len(values)
   if count <= points:
     return list(range(count))
@@ -78,9 +78,9 @@ def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
 
 
 def block_edges(count: int) -> list[tuple[int, int]]:
-  """Returns blocks of neighbouring steps of about equal size; [] for few steps.
+  """Divides steps into blocks [start, end) of about equal size; [] for few.
 
-  A shorter last block would have a much wider interval.
+  The size is equal because a short last block would have a wide interval.
   """
   if count < 4 * BLOCK:
     return []
@@ -113,28 +113,28 @@ def by_step(columns: Columns, name: str) -> dict[int, float]:
 def _curve(name: str, columns: Columns) -> Curve:
   steps, values = columns[name]
   lows, highs = (by_step(columns, f"{name}{x}") for x in ("_low", "_high"))
-  # Its own 95% interval by step, if any; a high of None is infinite.
+  # The metric's own 95% interval by step, if any; high None is infinite.
   bounds = {s: (lows[s], highs.get(s)) for s in steps if s in lows}
   chosen = thinned(np.array(values))
-  made: Curve = {
+  curve: Curve = {
     "x": [steps[i] for i in chosen],
     "y": [short(values[i]) for i in chosen],
     "last": short(values[-1]),
   }
   if not bounds:
-    return made | {"blocks": blocks(steps, values)}
+    return curve | {"blocks": blocks(steps, values)}
   for i, side in enumerate(("low", "high")):
-    ends = [bounds.get(step, (None, None))[i] for step in made["x"]]
-    made[side] = [None if end is None else short(end) for end in ends]
-  return made
+    ends = [bounds.get(step, (None, None))[i] for step in curve["x"]]
+    curve[side] = [None if end is None else short(end) for end in ends]
+  return curve
 
 
 def curves(columns: Columns) -> dict[str, Curve]:
   """Returns the curves of all metrics of a run, by name.
 
-  Each has `x`, `y` (the extremes of many steps), `last`, and either its own 95%
-  interval `low` and `high` (None: no bound), or `blocks`. The interval of a
-  metric `m` is in `m_low` and `m_high`; its standard error `m_se` is not drawn.
+  A curve has `x`, `y` (only extremes if there are many steps), `last`, and its
+  own 95% interval `low` and `high` (None: no bound) or `blocks`. The columns of
+  a metric m's interval are `m_low` and `m_high`; `m_se` is not drawn.
   """
 
   def is_bound(name):
@@ -145,22 +145,22 @@ def curves(columns: Columns) -> dict[str, Curve]:
 
 
 def reward_picture(counts: Counts) -> dict[str, Any] | None:
-  """Returns the shares of rewards by steps; None without rewards.
+  """Returns the data of a picture of rewards by step; None without rewards.
 
-  {"steps": [[1, 1], [2, 2]], "values": [[0, 0], [1, 1]],
-   "shares": [[0.75, 0.25], [0.5, 0.5]], "total": 16}, for example:
-  first and last step of each column, lowest and highest reward of each row, the
-  share of a column's rewards in each row, and the number of rewards.
+  - "steps" [[1, 1], [2, 2]]: first and last step of each column.
+  - "values" [[0, 0], [1, 1]]: lowest and highest reward of each row.
+  - "shares" [[0.75, 0.25], [0.5, 0.5]]: share of a column's rewards by row.
+  - "total" 16: number of rewards.
   """
-  pairs = [pair for of_step in counts.values() for pair in of_step]
+  pairs = [pair for step_counts in counts.values() for pair in step_counts]
   if not pairs:
     return None
-  # Rows are the distinct rewards or, for many of them, equal bins.
-  different = sorted({value for value, _ in pairs})
-  binned = len(different) > REWARD_VALUES
-  rows = [(value, value) for value in different]
+  # A row is a distinct reward or, if there are many, a bin of rewards.
+  distinct = sorted({value for value, _ in pairs})
+  binned = len(distinct) > REWARD_VALUES
+  rows = [(value, value) for value in distinct]
   if binned:
-    edges = np.linspace(different[0], different[-1], REWARD_BINS + 1)
+    edges = np.linspace(distinct[0], distinct[-1], REWARD_BINS + 1)
     rows = list(zip(edges, edges[1:], strict=False))
   lows = np.array([low for low, _ in rows])
 
@@ -168,13 +168,13 @@ def reward_picture(counts: Counts) -> dict[str, Any] | None:
   size = math.ceil(len(steps) / REWARD_COLUMNS)
   columns = [steps[i : i + size] for i in range(0, len(steps), size)]
   shares = []
-  for of_column in columns:
-    column = np.zeros(len(rows))
-    for value, count in (pair for step in of_column for pair in counts[step]):
-      column[int(np.searchsorted(lows, value, "right")) - 1] += count
-    shares.append([short(x) for x in column / max(column.sum(), 1)])
+  for column in columns:
+    totals = np.zeros(len(rows))
+    for value, count in (pair for step in column for pair in counts[step]):
+      totals[int(np.searchsorted(lows, value, "right")) - 1] += count
+    shares.append([short(x) for x in totals / max(totals.sum(), 1)])
   return {
-    "steps": [[of_column[0], of_column[-1]] for of_column in columns],
+    "steps": [[column[0], column[-1]] for column in columns],
     "values": [
       [short(low), short(high)] if binned else [low, high] for low, high in rows
     ],

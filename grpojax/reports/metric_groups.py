@@ -25,12 +25,12 @@ GROUPS = (
   ),
   Group(
     "Reward functions",
-    "Mean and spread of each function over its completions with a value.",
+    "Mean and spread of each function; missing values are left out.",
     r"(rewards|logged)/.*/.*",
   ),
   Group(
     "By data set",
-    "The same numbers, for each data set of the mixture.",
+    "Metrics of each data set of the mixture.",
     r".*/.*",
   ),
   Group(
@@ -46,7 +46,7 @@ GROUPS = (
   ),
   Group(
     "Policy",
-    "Entropy that collapses, or a KL divergence that runs away, ends learning.",
+    "A collapse of the entropy, or a diverging KL, ends learning.",
     r"entropy\w*|kl|kl_\w+",
   ),
   Group(
@@ -57,15 +57,15 @@ GROUPS = (
   ),
   Group(
     "Rollout and trainer",
-    "Both compute the same log-probabilities by different programs: their "
+    "Log-probabilities of the two programs, which should be equal: their "
     "differences, and the effect of the correction.",
     r"rollout_\w+|is_weight\w*|off_policy_masked",
   ),
   Group(
     "Noise of the gradient",
-    "The error of a step's gradient is c1 G/N + c2/N + c3/(N (G - 1)), and "
-    "smallest at G* = 1 + sqrt(c3/c1), which is infinite, and not drawn, if "
-    "the estimate of c1 is at most 0.",
+    "The error of a step's gradient, c1 G/N + c2/N + c3/(N (G - 1)), is "
+    "smallest at G* = 1 + sqrt(c3/c1). If the estimate of c1 is at most 0, G* "
+    "is infinite and not drawn.",
     r"(own_)?(c[123]|gradient_\w+|optimal_group_size)|own_\w+",
   ),
   Group(
@@ -84,17 +84,17 @@ TITLES = {
   "rewards_missing": ("Without reward", "share of completions"),
   "reward_failures": ("Rewards that failed", "count"),
   "zero_variance_groups": ("Groups without variance", "share of groups"),
-  "group_acceptance": ("Groups that vary", "share of those drawn"),
-  "gen_batches": ("Batches drawn", "a step"),
+  "group_acceptance": ("Groups that vary", "share of drawn groups"),
+  "gen_batches": ("Batches drawn", "per step"),
   "groups_kept": ("Groups kept", "share of the batch"),
-  "group_size": ("Group size", "completions a prompt"),
+  "group_size": ("Group size", "completions per prompt"),
   "completion_length_mean": ("Length, mean", "tokens"),
   "completion_length_max": ("Length, longest", "tokens"),
   "held_out_length": ("Held-out length", "tokens, greedy"),
   "truncated": ("Truncated", "share of completions"),
-  "entropy": ("Entropy", "nats a token"),
+  "entropy": ("Entropy", "nats per token"),
   "entropy_coefficient": ("Entropy coefficient", ""),
-  "kl": ("KL to the reference", "k3 or exact, nats a token"),
+  "kl": ("KL to the reference", "k3 or exact, nats per token"),
   "loss": ("Loss", ""),
   "grad_norm": ("Gradient norm", "before clipping"),
   "update_norm": ("Update norm", ""),
@@ -103,22 +103,22 @@ TITLES = {
   "ratio_min": ("Smallest ratio", "new / old policy"),
   "ratio_max": ("Largest ratio", "new / old policy"),
   "skipped_updates": ("Skipped updates", "gradients not finite"),
-  "rollout_kl": ("KL, rollout to trainer", "k3, nats a token"),
-  "rollout_mismatch_mean": ("Mismatch, mean", "nats a token"),
-  "rollout_mismatch_max": ("Mismatch, largest", "nats a token"),
+  "rollout_kl": ("KL, rollout to trainer", "k3, nats per token"),
+  "rollout_mismatch_mean": ("Mismatch, mean", "nats per token"),
+  "rollout_mismatch_max": ("Mismatch, largest", "nats per token"),
   "rollout_effective_samples": ("Effective samples", "share"),
-  "optimal_group_size": ("Best group size G*", "completions a prompt"),
+  "optimal_group_size": ("Best group size G*", "completions per prompt"),
   "gradient_snr": ("Signal to noise", "of a step's gradient"),
   "gradient_mse": ("Error of the gradient", "squared length"),
   "gradient_sq": ("Gradient", "squared length"),
   "seconds_step": ("A step", "seconds"),
-  "seconds_compile": ("Compiling", "seconds of the step"),
+  "seconds_compile": ("Compilation", "seconds"),
   "seconds_rollout": ("Sampling", "seconds"),
   "seconds_rewards": ("Rewards", "seconds"),
-  "seconds_reference": ("Comparison, reference", "seconds"),
+  "seconds_reference": ("Comparison and reference", "seconds"),
   "seconds_diagnosis": ("Diagnosis", "seconds"),
   "seconds_update": ("Update", "seconds"),
-  "tokens_per_second": ("Tokens sampled", "a second"),
+  "tokens_per_second": ("Tokens sampled", "per second"),
   "train_seconds": ("Time", "seconds since the start"),
 }
 

@@ -1,7 +1,7 @@
-"""Builds the page from a template, a style, scripts and data.
+"""Builds the page of a report from a template, a style, scripts and data.
 
-A completion may be `</script><script>...`, so data are only ever text: JSON in
-an inert block that its characters cannot close, inserted as text by scripts. A
+A completion may be `</script><script>...`. Data are therefore JSON in an inert
+block that they cannot close, and scripts insert them only as text. A
 Content-Security-Policy allows only these scripts and this style.
 """
 
@@ -25,13 +25,13 @@ def embedded(data: Any) -> str:
 
 
 def _source(text: str) -> str:
-  """Returns the hash of a script or style for the policy."""
+  """Returns the hash that allows a script or style in the policy."""
   digest = hashlib.sha256(text.encode()).digest()
   return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def page(title: str, data: Any) -> str:
-  """Returns the self-contained page for `data` of JSON types."""
+  """Returns the self-contained HTML page that shows `data` of JSON types."""
   read = lambda name: (HERE / name).read_text(encoding="utf-8")
   style = read("style.css")
   parts = "\n".join(read(f"{name}.js") for name in SCRIPTS)
@@ -48,7 +48,7 @@ def page(title: str, data: Any) -> str:
     "DATA": embedded(data),
     "SCRIPT": script,
   }
-  # A single pass, so that placeholders in inserted values stay text.
+  # A single pass: placeholders in inserted values must stay text.
   pieces = read("page.html").split("@@")
   pieces[1::2] = [values[name] for name in pieces[1::2]]
   return "".join(pieces)

@@ -12,14 +12,14 @@ Arguments of TRL and verl are passed by keyword if the function has a parameter
 for them or `**kwargs`; options of `reward.options.FUNCTION` replace columns.
 
 TRL: a call per prompt, with all completions. Each is a text or, if the prompt
-is a list of messages, a list of a single message. Prompts end in the
+is a list of messages, a list of a single message. Prompts include the
 observation of an environment's reset; completion_ids include the EOS;
 trainer_state has global_step (steps done) and max_steps; log_extra is ignored;
-other columns are lists. It returns a number per completion; None abstains.
+other columns are lists. The result is a number per completion; None abstains.
 
-verl: a call per completion. ground_truth is reward_model["ground_truth"],
-else the column ground_truth or answer; extra_info is {} by default. It returns
-a number, or a dict with "score" whose other numbers are logged.
+verl: a call per completion. ground_truth is reward_model["ground_truth"], else
+the column ground_truth or answer; extra_info is {} by default. The result is a
+number, or a dict with "score" and other numbers to log.
 """
 
 import difflib
@@ -38,23 +38,24 @@ OURS = ("prompt", "completion", "example")
 STATE = "trainer_state"
 IDS = "completion_ids"
 
-_TRL_GIVES = (*TRL, STATE, "log_metric", "log_extra")
-_NO_COLUMN = ("prompt", READ, "completion", *_TRL_GIVES)
-_ADDED = "prompt_text completion_length max_completion_length finished".split()
+_TRL_ARGUMENTS = (*TRL, STATE, "log_metric", "log_extra")
+_NO_COLUMNS = ("prompt", READ, "completion", *_TRL_ARGUMENTS)
+# Columns that the run adds to examples later.
+_LATER = "prompt_text completion_length max_completion_length finished".split()
 
 Item = tuple[str, str, dict[str, Any]]
 """(prompt text, completion, example)."""
 
 
 class _Function(NamedTuple):
-  """A user function."""
+  """A user function with its parameters."""
 
   function: Callable[..., Any]  # with its options bound
   takes: Collection[str] | None  # names of unbound parameters; None: any name
-  needs: Sequence[str]  # names of unbound parameters without a default
+  needs: Sequence[str]  # columns for unbound parameters without a default
 
   def call(self, arguments: dict[str, Any]) -> Any:
-    """Calls the function with the arguments it has parameters for."""
+    """Calls the function with those arguments that it has parameters for."""
     if self.takes is not None:
       arguments = {k: v for k, v in arguments.items() if k in self.takes}
     return self.function(**arguments)
@@ -66,12 +67,12 @@ class Verl(_Function):
   def __call__(
     self, prompt: str, completion: str, example: dict[str, Any]
   ) -> Any:
-    """Calls the function with the arguments of our convention."""
+    """Returns the reward of a completion, as grpojax's own functions do."""
     return self.call(self.columns(example) | {"solution_str": completion})
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments from an example."""
+    """Returns the arguments that are columns of an example."""
     columns = {"extra_info": example.get("extra_info") or {}}
     if SOURCE in example:
       columns[SOURCE] = example[SOURCE]
@@ -103,7 +104,7 @@ class Trl(_Function):
       metrics[name] = value
 
     state = examples[0].get(STATE)
-    if not isinstance(state, Mapping):  # a data column of this name
+    if not isinstance(state, Mapping):  # missing, or a data column
       state = {"global_step": 0, "max_steps": 0}
     arguments = {
       name: [example[name] for example in examples]
@@ -118,8 +119,8 @@ class Trl(_Function):
       "log_extra": lambda column, values: None,
     }
     values = self.call(arguments)
-    unordered = str, bytes, Mapping, set, frozenset
-    if isinstance(values, unordered) or not hasattr(values, "__iter__"):
+    not_lists = str, bytes, Mapping, set, frozenset
+    if isinstance(values, not_lists) or not hasattr(values, "__iter__"):
       raise TypeError(
         f"returned {type(values).__name__} instead of a list of rewards"
       )
@@ -130,8 +131,8 @@ class Trl(_Function):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments from an example."""
-    return {k: v for k, v in example.items() if k not in _NO_COLUMN}
+    """Returns the arguments that are columns of an example."""
+    return {k: v for k, v in example.items() if k not in _NO_COLUMNS}
 
 
 def follow(
@@ -139,7 +140,7 @@ def follow(
 ) -> Callable[..., Any]:
   """Binds options to a function and wraps it in `Trl` or `Verl` if needed.
 
-  ValueError if it fits no convention or two, lacks an option or is async.
+  ValueError if it fits no or two conventions, has no such option, or is async.
   """
   refuse_asynchronous(f"reward {name!r}", function, "rewards")
   bound = functools.partial(function, **options) if options else function
@@ -154,7 +155,7 @@ def follow(
     first = list(parameters.values())[:3]
     reserved = [p.name for p in first if p.kind is p.POSITIONAL_OR_KEYWORD]
   else:
-    reserved = _TRL_GIVES if kind is Trl else VERL
+    reserved = _TRL_ARGUMENTS if kind is Trl else VERL
   known = [key for key in named if key not in reserved]
   for key in options:
     if key in reserved or not (free or key in known):
@@ -185,17 +186,17 @@ def follow(
 
 
 def refuse_asynchronous(subject: str, function: Any, kind: str) -> None:
-  """Raises ValueError for a coroutine function; `kind` is "rewards", say."""
+  """Raises ValueError for a coroutine function; `kind` names its results."""
   call = getattr(function, "__call__", None)  # noqa: B004
   if any(map(inspect.iscoroutinefunction, (function, call))):
     raise ValueError(
       f"{subject} is asynchronous, but a worker computes {kind} one by one:"
-      " write `def` and call asyncio.run(...) inside it"
+      " write `def` instead, and call asyncio.run(...) inside"
     )
 
 
 def by_keyword(function: Callable[..., Any]) -> tuple[list[str], bool]:
-  """Returns a function's keyword names, and True if it has `**kwargs`."""
+  """Returns a function's keyword parameters, and True if it has **kwargs."""
   parameters = inspect.signature(function).parameters.values()
   named = [
     p.name
@@ -214,7 +215,7 @@ def nearest(name: str, candidates: Collection[str]) -> str:
 def _convention(
   name: str, parameters: Collection[str]
 ) -> type[Verl] | type[Trl] | None:
-  """Returns the convention of a function's parameter names; None for ours."""
+  """Returns the class for a function's parameters; None: grpojax's own."""
   kinds = {"TRL's": TRL, "verl's": VERL, "grpojax's own": OURS}
   marks = {}
   for kind, names in kinds.items():
@@ -224,7 +225,7 @@ def _convention(
     both = " and ".join(f"{key!r} ({kind})" for kind, key in marks.items())
     raise ValueError(
       f"reward {name!r} has parameters of two conventions, {both}: rename one"
-      " of them, or wrap it in `def reward(prompt, completion, example)`"
+      " of them, or call it from a `def reward(prompt, completion, example)`"
     )
   return {"TRL's": Trl, "verl's": Verl}.get(next(iter(marks), ""))
 
@@ -234,11 +235,11 @@ def check_columns(
 ) -> None:
   """Raises ValueError if an example lacks a column that a function needs.
 
-  `reward` comes from `functions.resolve`; `data` names the data set in errors.
+  `reward` is a result of `functions.resolve`; errors call the data set `data`.
   """
   if not isinstance(reward, (Verl, Trl)):
     return
-  present = [*reward.columns(example), *_ADDED]
+  present = [*reward.columns(example), *_LATER]
   for key in reward.needs:
     if key not in present:
       raise ValueError(
@@ -249,7 +250,7 @@ def check_columns(
 
 
 def wants(reward: Callable[..., Any], name: str) -> bool:
-  """Returns True if a function takes the costly input `name`: IDS or STATE."""
+  """Returns True if a function takes `name`, a costly argument (IDS, STATE)."""
   return isinstance(reward, Trl) and (
     reward.takes is None or name in reward.takes
   )

@@ -15,10 +15,10 @@ _NUMBER = re.compile(r"([+-]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?)")
 def spellings(answer: str | int | float) -> tuple[str, str]:
   """Returns a number without and with thousands separators, ("1080", "1,080").
 
-  Other texts, such as "10,80", come stripped and twice.
+  Other texts, such as "10,80", are stripped and returned twice.
   """
   if isinstance(answer, float) and answer.is_integer():
-    answer = int(answer)  # integers of a column with gaps are read as floats
+    answer = int(answer)  # tables store integers with gaps as floats
   answer = str(answer).strip()
   number = _NUMBER.fullmatch(answer)
   if not number:
@@ -32,7 +32,7 @@ def spellings(answer: str | int | float) -> tuple[str, str]:
 
 
 def given_answer(completion: str) -> str | None:
-  """Returns the first of the `spellings` of a completion's answer, or None."""
+  """Returns a completion's answer, in the first of its `spellings`, or None."""
   _, mark, tail = completion.rpartition(MARK)
   return (spellings(tail)[0] or None) if mark else None
 

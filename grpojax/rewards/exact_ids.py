@@ -20,16 +20,16 @@ def exact_answer_ids(
   Callable[[dict[str, Any]], dict[str, np.ndarray]],
   Callable[[Rollout, dict[str, Any]], Float[Array, "B G"]],
 ]:
-  """Builds `exact_answer` as jittable functions of ids, `(target, reward)`.
+  """Builds `exact_answer` on token ids; returns functions `(target, reward)`.
 
   `target(example)` returns {"answer": int32 [2, A + 1]}, both spellings as
-  zero-padded `_code`s; A is `max_answer_length` in characters.
+  zero-padded `_code`s; A is `max_answer_length` in characters. The jittable
   `reward(rollout, targets)` returns 1.0 or 0.0, [B, G].
 
   Tokens must be single characters, so that "####" in the text is "####" in the
-  ids; longer tokens must be whitespace, or without digits, "#" and whitespace.
-  ValueError for other tokenizers, and from `target` for too long or ambiguous
-  answers.
+  ids. Longer tokens may be whitespace, or free of digits, "#" and whitespace.
+  ValueError for other tokenizers; `target` raises it for answers that are too
+  long or ambiguous.
   """
   texts = _token_texts(tokenizer)
   codes = np.array([_code(i, text) for i, text in enumerate(texts)] + [0])
@@ -56,7 +56,7 @@ def exact_answer_ids(
     ended = jnp.cumsum(ends, axis=-1) > 0
     written = jnp.asarray(codes)[jnp.clip(ids, 0, len(texts))]
     written = jnp.where(rollout.completion_mask & ~ended, written, 0)
-    # Longer texts differ from the answer in the additional column.
+    # Column A of an answer is 0, so that it differs from any longer text.
     tail, marked = _last_answer(written, max_answer_length + 1)
     same = (tail[..., None, :] == targets["answer"][:, None]).all(-1)
     has_text = tail[..., 0] != 0
@@ -95,8 +95,8 @@ def _last_answer(
 def _code(token: int, text: str) -> int:
   """Returns a token's code, negative for whitespace and 0 for empty text.
 
-  A single character has its code point + 1, whichever token it is; longer text
-  has a code unique to the token.
+  The code of a single character is its code point + 1, for any token; the code
+  of longer text is unique to the token.
   """
   if not text:
     return 0
@@ -105,14 +105,14 @@ def _code(token: int, text: str) -> int:
 
 
 def _token_texts(tokenizer: Any) -> list[str]:
-  """Returns the text of each token inside a text; ValueError if unfit."""
+  """Returns each token's text; ValueError for an unfit tokenizer."""
   special = set(tokenizer.all_special_ids)
   texts = []
   ids = tokenizer.encode("#", add_special_tokens=False)
   if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
     raise _unfit('"#" is not one token')
   for token in range(max(tokenizer.get_vocab().values()) + 1):
-    # Between other tokens, because decoders may trim the ends of a text.
+    # Decoders may trim the ends of a text, so the token stands in the middle.
     around = tokenizer.decode(
       [*ids, token, *ids],
       skip_special_tokens=False,
@@ -141,4 +141,4 @@ def _unfit(reason: str) -> ValueError:
 
 
 ON_DEVICE = {"exact_answer": exact_answer_ids}
-"""Rewards on token ids, by the name of the equal reward on text."""
+"""Builders of rewards on token ids, by the name of the same reward on text."""

@@ -13,12 +13,12 @@ def format(
 ) -> float:
   """Returns 1.0 for exactly <think>...</think> <answer>...</answer>, else 0.0.
 
-  Each tag opens and closes once, in order, around more than whitespace; only
-  whitespace is outside. The prompt may end in the first opening tag instead.
-  Linear time. ValueError for no tags or a repeated tag.
+  Each tag opens and closes once, in order, around more than whitespace, with
+  only whitespace outside. The first opening tag may end the prompt instead.
+  Takes linear time. ValueError for no tags or a repeated tag.
   """
   if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
-    raise ValueError(f"tags = {tags!r}: give at least one, each once")
+    raise ValueError(f"tags = {tags!r}: list at least one tag, each once")
   text = completion
   if prompt.rstrip().endswith(f"<{tags[0]}>"):
     text = f"<{tags[0]}>{completion}"

@@ -27,7 +27,7 @@ BUILT_IN = {
 """Built-in rewards and their modules in `grpojax.rewards`."""
 
 READ_ANSWERS = ("math_answer", "math_verify")
-"""Names of the built-in reward that compares answers of any form."""
+"""Both names of the built-in reward that reads answers of any form."""
 
 _TRIAL = {"answer": "1", "completion_length": 1, "max_completion_length": 1}
 _TRIAL |= {"finished": True, "turn_rewards": (), "episode_info": {}}
@@ -39,21 +39,21 @@ def label(name: str) -> str:
 
 
 def split(path: str) -> tuple[str, str]:
-  """Splits a path into its file or module and the name in it, or ""."""
+  """Splits "PLACE:NAME", "file.py" (no name) or "NAME" into (place, name)."""
   place, _, name = path.rpartition(":")
   # Directory names may contain a colon.
   return (path, "") if path.endswith(".py") else (place, name)
 
 
 Reward = Callable[[str, str, dict[str, Any]], Any] | conventions.Trl
-"""`(prompt, completion, example) -> float | None`, or a dict with numbers to be
-logged; or a `Trl` function of all completions of a prompt."""
+"""`(prompt, completion, example) -> float | None`, or a dict with numbers to
+log; or a `Trl` function of all completions of a prompt."""
 
 
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   """Returns the reward function of a name with its options bound.
 
-  ValueError if it cannot be loaded, or its arguments or options are wrong.
+  ValueError if it cannot be loaded, or has wrong parameters or options.
   """
   paths = {key: f"grpojax.rewards.{BUILT_IN[key]}:{key}" for key in BUILT_IN}
   function = load(f"reward {name!r}", name, paths)
@@ -69,14 +69,14 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 
 
 def workers_for(names: Sequence[str], workers: int) -> int:
-  """Returns `workers`, but at least 1 if Math-Verify needs a time limit."""
+  """Returns `workers`; at least 1 if a reward may call the slow Math-Verify."""
   return workers or int(any(name in READ_ANSWERS for name in names))
 
 
 def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
-  """Loads the object at "package.module:NAME", or the module "file.py".
+  """Loads the object "package.module:NAME" or "file.py:NAME", or a "file.py".
 
-  `built_in` maps short names to such paths. ValueErrors begin with `subject`.
+  `built_in` maps short names to paths. ValueErrors begin with `subject`.
   """
   place, name = split(built_in.get(path, path))
   if not place and path not in built_in:
@@ -99,11 +99,11 @@ def resolve_all(
 ) -> list[Reward]:
   """Returns the functions of several names; `options` is keyed by `label`.
 
-  ValueError for no names, a repeated label, and as from `resolve`.
+  ValueError for no names, a repeated label, or a function that fails to load.
   """
   labels = [label(name) for name in names]
   if not names:
-    raise ValueError("reward functions: give at least one")
+    raise ValueError("reward.functions is empty: name at least one")
   for name in labels:
     same = [path for path in names if label(path) == name]
     if len(same) > 1:
@@ -120,7 +120,7 @@ def resolve_all(
       )
     if name not in labels:
       raise ValueError(
-        f"options for {name!r}, which is not a reward function of {labels}"
+        f"reward.options.{name} belongs to no reward function: use {labels}"
         f"{nearest(name, labels)}"
       )
   return [resolve(name, options.get(label(name))) for name in names]
@@ -129,7 +129,7 @@ def resolve_all(
 def combine(
   values: Sequence[int | float | None], weights: Sequence[int | float]
 ) -> float | None:
-  """Returns the weighted sum of the values other than None, or None."""
+  """Returns the weighted sum of the values that are not None, if any."""
   pairs = zip(values, weights, strict=True)
   terms = [weight * value for value, weight in pairs if value is not None]
   return math.fsum(terms) if terms else None

@@ -28,8 +28,8 @@ def submit_groups(
   The B examples have a "prompt_text"; texts are [B][G], without EOS. Reward
   functions see three more keys: "completion_length" (tokens, with the EOS),
   "max_completion_length" (`max_length`) and "finished" (True after an EOS).
-  With [B][G] transcripts of an environment they also see `OF_TURNS`, and with
-  `ids` the token ids if they have a parameter for them.
+  [B][G] `transcripts` of an environment add the keys `OF_TURNS`; `ids` add the
+  token ids for functions that have a parameter for them.
   """
   with_ids = ids is not None and pool.wants(IDS)
 
@@ -51,6 +51,6 @@ def submit_groups(
 
 
 def all_failures(rewards: GroupRewards) -> list[Failure]:
-  """Returns a batch's failures: of first completions, then of second ones."""
+  """Returns a batch's failures, by index in the group and then by prompt."""
   by_completion = zip(*rewards.failures, strict=True)
   return [x for row in by_completion for failures in row for x in failures]

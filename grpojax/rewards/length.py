@@ -1,6 +1,6 @@
 """Rewards for the length of a completion, in tokens including the EOS.
 
-They read the keys that `groups.submit_groups` adds to an example.
+These rewards read keys that `groups.submit_groups` adds to an example.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ def length(
 ) -> float:
   """Returns -|length - target| / max_completion_length.
 
-  The penalty of L1 (arXiv 2503.04697, eq. 1) in units of the length limit.
+  This is L1's penalty (arXiv 2503.04697, eq. 1) in units of the length limit.
   ValueError for a negative target.
   """
   if target < 0:
@@ -29,7 +29,7 @@ def overlong(
 ) -> float:
   """Returns DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
 
-  0 up to L_max - L_cache tokens, then linear to -1 at L_max, the length limit.
+  It is 0 up to L_max - L_cache tokens, and falls to -1 at L_max, the limit.
   L_cache is `cache` tokens, at most L_max; None is L_max / 5, as in the paper.
   ValueError for a cache that is not positive.
   """

@@ -14,8 +14,8 @@ The whole text counts: "5 or 6" is neither 5 nor 6. Numbers are compared by
 exact value and choices by letter (`quantities`), other answers as text and then
 by Math-Verify (`symbolic`), which a `Pool` runs in a process with a time limit.
 
-Text is never evaluated, and the time is bounded: a search reads at most the
-last `WINDOW` characters and tries a fixed number of places.
+Text is never evaluated. Time is bounded: searches read at most the last
+`WINDOW` characters, and try a fixed number of positions.
 """
 
 import re
@@ -37,7 +37,7 @@ THINKING = (
 )
 """Pairs of tags around a model's thinking."""
 
-_ATTEMPTS = 16  # candidates of each kind, from the end
+_ATTEMPTS = 16  # positions that a search tries, from the end
 _BARE = re.compile(r"[^\s$]{0,50}")
 # Text from the brace that closes a box to the next box of the same answer.
 _JOINED = re.compile(
@@ -138,8 +138,8 @@ def given_answer(
 ) -> str | None:
   """Returns the `spelling` of the answer after the thinking, or None.
 
-  None if the thinking, which the prompt may open, was never closed. Equal
-  results have equal rewards by `math_answer`.
+  None if the thinking, which the prompt may open, was never closed. Completions
+  with equal results get equal rewards from `math_answer`.
   """
   text = completion
   for pair in thinking:
@@ -165,8 +165,8 @@ def math_answer(
 ) -> float:
   """Returns 1.0 if the completion's answer equals the example's, else 0.0.
 
-  The example's "answer" may be a solution with a box or a "####"; `thinking`
-  has pairs of tags around ignored text, as "OPENING...CLOSING".
+  The example's "answer" may be a solution with a box or a "####". Text between
+  the tags of a pair "OPENING...CLOSING" in `thinking` is ignored.
   """
   reference = str(example["answer"])
   if MARK in reference or "boxed" in reference:
@@ -201,7 +201,7 @@ def equal(answer: str, expected: str) -> bool:
 
 
 def _without_names(answer: str, expected: str) -> tuple[str, str]:
-  """Removes "x =" from an answer if the other has no equation."""
+  """Removes "x =" from one of the answers if the other is no equation."""
   for named, other in ((answer, expected), (expected, answer)):
     names = set(_NAMED.findall(named))
     if len(names) == 1 and "=" not in other and r"\approx" not in other:
@@ -211,7 +211,7 @@ def _without_names(answer: str, expected: str) -> tuple[str, str]:
 
 
 def _places(text: str, *marks: str) -> Iterator[int]:
-  """Yields positions of any of the marks, from the end."""
+  """Yields the last `_ATTEMPTS` positions of the marks, from the end."""
   last = {mark: text.rfind(mark) for mark in marks}
   for _ in range(_ATTEMPTS):
     mark = max(last, key=last.__getitem__)
@@ -240,7 +240,7 @@ def _boxed(text: str) -> str | None:
     else:
       continue
     if answers:
-      # `later` is the place of the next box in the text, found before this one.
+      # `later` is where the following box starts: boxes are read from the end.
       between = text[end:later] if end <= later < end + 30 else ""
       if not _JOINED.fullmatch(between):
         break
@@ -293,7 +293,7 @@ def _statement(text: str) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-  """Returns the last number that is not part of an expression, name or list."""
+  """Returns the last number outside of expressions, names and lists."""
   place = max(text.rfind(digit) for digit in "0123456789¼½¾")
   if place < 0:
     return None

@@ -20,7 +20,7 @@ Chat = list[dict[str, Any]]
 
 
 def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
-  """Loads a classifier with `hf.load`; ValueError unless it has 1 label."""
+  """Loads a classifier with `hf.load`; ValueError unless num_labels is 1."""
   hf_config = hf.read_config(path, options.get("ignore_keys", ()))
   labels = hf.to_transformer_config(hf_config).labels
   if labels != 1:
@@ -33,7 +33,7 @@ def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
 
 
 def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
-  """Yields batches `(indices, ids, mask)`, padded to the next length."""
+  """Yields batches `(indices, ids, mask)`, padded to the next of `lengths`."""
   sizes = np.array([len(row) for row in rows])
   bins = np.searchsorted(lengths, sizes)
   for i, length in enumerate(lengths):
@@ -61,9 +61,9 @@ def make_reward_model(
 
   A sample is a whole text, or a chat whose last message is the completion;
   `encode` turns it into ids. Sequences are padded to one of the ascending
-  `lengths`, each compiled at first use; longer ones lose their beginning.
-  ValueError for a sample without tokens. With a `sharding` of ids and mask
-  [batch_size, length], the devices along the rows must divide `batch_size`.
+  `lengths`, each compiled at first use; longer sequences lose their beginning.
+  ValueError for a sample without tokens. `sharding` places ids and mask
+  [batch_size, length]; its devices along the rows must divide `batch_size`.
   """
   run = jax.jit(
     lambda params, ids, mask: lm.unembed(
@@ -81,7 +81,7 @@ def make_reward_model(
       if sharding is not None:
         arrays = [meshes.put(x, sharding) for x in arrays]
       pending.append((indices, run(params, *map(jnp.asarray, arrays))))
-    for indices, values in pending:  # after dispatching all batches
+    for indices, values in pending:  # waits only after all are dispatched
       result[indices] = meshes.fetch(values)[: len(indices)]
     return result
 

@@ -37,8 +37,8 @@ class Failure(NamedTuple):
 class GroupRewards(NamedTuple):
   """Rewards of all completions of a batch; NaN marks a missing value."""
 
-  # Weighted sums (`functions.combine`), of the type `exact_enough` chooses.
-  # NaN is masked out of the loss.
+  # Weighted sums (`functions.combine`), in the dtype of `exact_enough`. The
+  # loss leaves out completions with NaN.
   rewards: Float[np.ndarray, "B G"]
   values: dict[str, Float[np.ndarray, "B G"]]  # by short name of the function
   # True if a function failed. NaN without a failure: all functions abstained.
@@ -52,7 +52,7 @@ _Groups = Float[np.ndarray, "*B G"]
 
 
 def exact_enough(rewards: _Groups) -> _Groups:
-  """Returns rewards in float32, or in float64 if float32 loses differences.
+  """Returns rewards in float32, or float64 if float32 would lose differences.
 
   Rewards of a group that differ only by rounding become equal.
   """
@@ -62,7 +62,7 @@ def exact_enough(rewards: _Groups) -> _Groups:
 
 
 def in_float32(rewards: _Groups) -> _Groups:
-  """Casts to float32, less a group's minimum if that would lose differences."""
+  """Casts to float32; subtracts a group's minimum if precision needs it."""
   worst, _, lossy = _range(rewards)
   return np.where(lossy, rewards - worst, rewards).astype(np.float32)
 
@@ -70,8 +70,8 @@ def in_float32(rewards: _Groups) -> _Groups:
 def _range(rewards: _Groups) -> tuple[np.ndarray, ...]:
   """Returns each group's minimum and two conditions, `(minimum, equal, lossy)`.
 
-  `equal`: rewards differ only by rounding; `lossy`: float32 loses their
-  differences, which are small for their size, as of 1e8 and 1e8 + 1.
+  `equal`: rewards differ only by rounding; `lossy`: float32 would lose their
+  differences, which are small for their size (1e8 and 1e8 + 1).
   """
   finite = {"where": np.isfinite(rewards), "axis": -1, "keepdims": True}
   best = np.max(rewards, initial=-np.inf, **finite)
@@ -111,10 +111,10 @@ class Pool(WorkerPool):
   """Computes rewards with named functions; use it in a `with`.
 
   Completions that a submission gave up (see `WorkerPool`) count as failures.
-  With 0 `workers` (and if `functions.workers_for` agrees) rewards are computed
-  in this process, during `collect`. `timeout` is seconds per completion for all
-  functions; `Trl` functions get it times the group size. `sources` limits
-  functions, by short name, to these data sets.
+  With 0 `workers`, and if `functions.workers_for` returns 0, `collect` computes
+  rewards in this process. `timeout` is seconds per completion for all functions
+  together; `Trl` functions get it times the group size. `sources` maps short
+  names of functions to the data sets that they are limited to.
   """
 
   def __init__(
@@ -168,11 +168,11 @@ class Pool(WorkerPool):
   ) -> GroupRewards:
     """Waits for submissions and returns their rewards as a single batch.
 
-    `check_signals` is called as in `results`; if it raises, all are abandoned.
+    `check_signals` is called as in `results`; its exceptions abandon them all.
     """
     # outcomes[submission][place][function]
     outcomes = {sent: collections.defaultdict(dict) for sent in submissions}
-    absent = itertools.repeat(Outcome(None))
+    no_value = itertools.repeat(Outcome(None))
     for sent, done in self.results(submissions, check_signals):
       indices, places = sent.tasks[done.index]
       values = done.outcomes
@@ -183,7 +183,7 @@ class Pool(WorkerPool):
         values = values[:ended] + [Outcome(None, done.error)] * len(places)
       # A worker answers function by function, each for all completions.
       keys = itertools.product(indices, places)
-      values = itertools.chain(values, absent)
+      values = itertools.chain(values, no_value)
       for (i, place), outcome in zip(keys, values, strict=False):
         outcomes[sent][place][i] = outcome
     # Rows of the batch: each item with its outcomes by function.
@@ -193,10 +193,10 @@ class Pool(WorkerPool):
       for b, group in enumerate(sent.groups)
     ]
     shape = len(rows), submissions[0].size
-    absent = functools.partial(np.full, shape, np.nan)
-    rewards = absent()
-    values = {name: absent() for name in self.names}
-    extras = collections.defaultdict(absent)
+    all_missing = functools.partial(np.full, shape, np.nan)
+    rewards = all_missing()
+    values = {name: all_missing() for name in self.names}
+    extras = collections.defaultdict(all_missing)
     failed = np.zeros(shape, bool)
     failures: list[list[Sequence[Failure]]] = [[] for _ in rows]
     for b, g in np.ndindex(shape):
@@ -216,8 +216,8 @@ class Pool(WorkerPool):
         rewards[b, g] = total
         if not abs(total) <= worker.LARGEST:
           rewards[b, g] = np.nan
-          more = f"is {total:.3g}, more than {worker.LARGEST:g}"
-          errors["weighted sum"] = more
+          reason = f"is {total:.3g}, more than {worker.LARGEST:g}"
+          errors["weighted sum"] = reason
       failed[b, g] = bool(errors)
       failures[b].append(
         [Failure(*error, prompt, completion) for error in errors.items()]

@@ -9,7 +9,7 @@ separators, decimals, a fraction (3/4, \frac{3}{4}, ¾), a mixed number (1 1/2,
 1\frac{1}{2}), a power of ten (1.5e3, 1.5 \times 10^3) or a scale (5 million);
 and an optional unit: words of `_UNITS`, or a plural noun ("5 red apples").
 Units are ignored, and a percent sign is a unit: 50% is 50 and not 1/2, as in
-the references of GSM8K and MATH. A letter is a unit only inside \text{}.
+the answers of GSM8K and MATH. A letter is a unit only inside \text{}.
 
 The time is bounded: numbers have at most 60 digits and two-digit exponents,
 answers at most `LONGEST` characters. Text is never evaluated.
@@ -214,7 +214,7 @@ def number(text: str) -> Fraction | None:
   match = NUMBER.match(text)
   # 10^3 is read as 1 * 10^3, which `NUMBER` matches.
   if match and match["digits"] == "10" and text[match.end() :][:1] == "^":
-    match = NUMBER.match(f"1*{text}")  # 10^3
+    match = NUMBER.match(f"1*{text}")
     text = f"1*{text}"
   if not match:
     return None
@@ -253,8 +253,8 @@ def _decimal(digits: str) -> Fraction:
 def spelling(text: str) -> str | None:
   """Returns the canonical spelling of an answer.
 
-  "2469/2" for a number, a letter for a choice, otherwise the text; None if it
-  is empty, NaN or too long.
+  It is "2469/2" for a number, a letter for a choice, and otherwise the text;
+  None if the answer is empty, NaN or too long.
   """
   if len(text) > LONGEST:
     return None

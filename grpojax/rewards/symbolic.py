@@ -1,8 +1,8 @@
 """Equality of symbolic answers by Math-Verify: "x(x+1)" is "x^2+x".
 
 Only Math-Verify's LaTeX grammar is used, because its parser of plain
-expressions evaluates them as Python. Answers with parts that the grammar
-misreads are never equal here.
+expressions evaluates them as Python. Answers that the grammar misreads count as
+unequal.
 """
 
 import functools
@@ -17,7 +17,7 @@ from latex2sympy2_extended import latex2sympy, latex2sympy2
 from grpojax.runtime.processes import user_calls
 
 SECONDS = 3.0
-"""Processor time limit of a comparison; answers over it are not equal."""
+"""CPU time limit of a comparison; answers that exceed it count as unequal."""
 
 Expression = sympy.Basic | sympy.MatrixBase
 
@@ -48,7 +48,7 @@ _HUGE = re.compile(
 )
 _BRACKETS = ("()", "[]", "{}", "(]", "[)")
 
-# Math-Verify warns that its own time limits are off.
+# Silences the warning that Math-Verify's own time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -67,7 +67,7 @@ def equal(answer: str, expected: str) -> bool:
 
 
 def _comparable(answer: str, expected: str) -> bool:
-  """Returns False for answers of different form or misread by the grammar."""
+  """Returns False for answers that differ in form, or that would be misread."""
   sides = answer, expected
   bare = [_COMMAND.sub(" ", text) for text in sides]
   if any(map(_MISREAD.search, sides)) or any(map(_HUGE.search, sides)):
@@ -101,7 +101,7 @@ def _verify(answer: str, expected: str) -> bool:
 
 
 def _same_equation(candidate: sympy.Eq, reference: sympy.Eq) -> bool:
-  """Returns True for equations that differ by a constant factor."""
+  """Returns True for equations that differ only by a constant factor."""
   try:
     first, second = (x.lhs - x.rhs for x in (candidate, reference))
     factor = sympy.simplify(first / second)

@@ -1,8 +1,8 @@
 """A reward worker process, `python -m grpojax.rewards.worker`.
 
-The first line it reads names the reward functions. Each further line is a task:
-indices of functions, and completions of a prompt. The worker answers with an
-`Outcome` per function and completion.
+The first line of its input names the reward functions. Each further line is a
+task: indices of functions, and completions of a prompt. The worker answers with
+an `Outcome` per function and completion.
 """
 
 import copy
@@ -16,9 +16,10 @@ from grpojax.rewards import conventions, functions
 from grpojax.runtime.processes import user_calls, workers
 
 LARGEST = 1e15
-"""Largest absolute value of a reward: sums of squares fit into float32."""
+"""Largest absolute value of a reward, whose square float32 can sum."""
 
-_MOST_EXTRAS, _LONGEST_NAME = 32, 64
+_MOST_EXTRAS = 32
+_LONGEST_NAME = 64
 _REWARD = "score"  # key of the reward in a returned dict
 
 
@@ -37,7 +38,7 @@ def evaluate(
 ) -> list[Outcome]:
   """Calls a function on completions of a prompt, with copies of the examples.
 
-  Data sets outside `sources` have no value. Forked processes do not return.
+  Examples of data sets outside `sources` get None. Processes it forks end here.
   """
   if sources is not None and items[0][2].get(SOURCE) not in sources:
     return [Outcome(None)] * len(items)
@@ -48,13 +49,13 @@ def evaluate(
 
 
 def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
-  """Returns the outcomes of a call with `count` expected values."""
+  """Calls a function that should return `count` values; returns outcomes."""
 
   def outcomes() -> list[Outcome]:
     values = list(function())
     if len(values) != count:
-      wrong = f"returned {len(values)} rewards for {count} completions"
-      raise user_calls.WrongAnswer(wrong)
+      reason = f"returned {len(values)} rewards for {count} completions"
+      raise user_calls.WrongAnswer(reason)
     return [_outcome(value) for value in values]
 
   result, error = user_calls.call(outcomes)
@@ -62,7 +63,7 @@ def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
 
 
 def _outcome(value: Any) -> Outcome:
-  """Converts a returned value, or a dict with "score" and further `numbers`."""
+  """Converts a number, or a dict with "score" and more numbers, to Outcome."""
   extras: dict[str, float] = {}
   if isinstance(value, Mapping):
     if _REWARD not in value:
@@ -78,20 +79,20 @@ def _outcome(value: Any) -> Outcome:
 def to_reward(value: Any, returned: str = "returned") -> float | None:
   """Converts a number or None to a reward.
 
-  WrongAnswer, which begins with `returned`, for other and too large values.
+  Raises WrongAnswer ("`returned` nan") for other types and too large values.
   """
   value = _scalar(value)
   if value is None:
     return None
   number = to_float(value)
   if number is None:
-    wrong = f"{type(value).__name__}, which is not a number"
+    problem = f"{type(value).__name__}, which is not a number"
   elif abs(number) <= LARGEST:
     return number
   else:
-    more = f", more than {LARGEST:g}" if math.isfinite(number) else ""
-    wrong = f"{number:g}{more}"
-  raise user_calls.WrongAnswer(f"{returned} {wrong}")
+    limit = f", more than {LARGEST:g}" if math.isfinite(number) else ""
+    problem = f"{number:g}{limit}"
+  raise user_calls.WrongAnswer(f"{returned} {problem}")
 
 
 def numbers(values: Mapping[Any, Any]) -> dict[str, float]:
@@ -113,7 +114,7 @@ def _scalar(value: Any) -> Any:
 
 
 def to_float(value: Any) -> float | None:
-  """Converts any number or array of size 1 to a float, else returns None."""
+  """Converts a number or an array of size 1 to a float; None for others."""
   value = _scalar(value)
   if isinstance(value, str | bytes | bytearray):
     return None  # float() would parse it
@@ -126,7 +127,7 @@ def to_float(value: Any) -> float | None:
 
 
 def parse(outcome: Any) -> Outcome:
-  """Reads an Outcome from JSON; raises an error if it is malformed."""
+  """Converts parsed JSON to an Outcome; raises an error if it is malformed."""
   value, error, extras = outcome
   typed = isinstance(value, float | None) and isinstance(error, str | None)
   if typed and all(isinstance(x, float) for x in extras.values()):
@@ -138,7 +139,7 @@ def prepare(setup: dict[str, Any]) -> workers.Answer:
   """Returns a function that yields the outcomes of a task."""
   rewards = functions.resolve_all(setup["names"], setup["options"])
   if functions.workers_for(setup["names"], 0):
-    # Imported now, because the first completion has a time limit.
+    # Slow: a later import would count against the first completion's limit.
     importlib.import_module("grpojax.rewards.symbolic")
 
   def answer(task: Sequence[Any]) -> Iterator[Outcome]:

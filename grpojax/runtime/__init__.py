@@ -1,1 +1,1 @@
-"""The outside world: configs, devices, tokenizers, checkpoints, metrics."""
+"""Configs, text, processes, files, checkpoints, compilation and terminal."""

@@ -14,21 +14,21 @@ import jax
 
 from grpojax.runtime.files import disk
 
-LONG = ("sample", "diagnose", "update", "step")  # programs of a training step
-MOST_BYTES = 4 * 2**30  # of the cache at the start of a program
+LONG = ("sample", "diagnose", "update", "step")  # announced programs
+MOST_BYTES = 4 * 2**30  # limit of the cache when a program starts
 
 _listeners: list[Callable[[str], None]] = []
 
 
 @functools.cache  # JAX's listeners cannot be removed
 def seconds() -> list[float]:
-  """Returns a list, to which each compilation appends its seconds."""
+  """Returns a list to which every compilation appends its duration."""
   durations = []
 
   def listen(event: str, duration: float, **about: Any) -> None:
     if "backend_compile" in event:
       durations.append(duration)
-    elif "jaxpr_to_mlir" in event:  # comes before XLA
+    elif "jaxpr_to_mlir" in event:  # precedes XLA's compilation
       name = str(about.get("fun_name")).removeprefix("jit(").removesuffix(")")
       if name in LONG:
         for tell in _listeners:
@@ -40,7 +40,7 @@ def seconds() -> list[float]:
 
 @contextlib.contextmanager
 def announced(tell: Callable[[str], None]) -> Iterator[None]:
-  """Calls `tell` with a line when a long compilation begins."""
+  """Calls `tell` with a line when a program in `LONG` starts to compile."""
   seconds()
   _listeners.append(tell)
   try:
@@ -51,7 +51,7 @@ def announced(tell: Callable[[str], None]) -> Iterator[None]:
 
 @functools.cache
 def _warn_once() -> None:
-  """Replaces JAX's cache warnings, repeated for each program, by one line."""
+  """Shows JAX's warning about an unusable cache once, not for each program."""
   show = warnings.showwarning
   warned = []
 
@@ -61,32 +61,32 @@ def _warn_once() -> None:
       show(message, *args, **kwargs)
     elif not warned:
       warned.append(text)
-      programs = f"compiled programs in {jax.config.jax_compilation_cache_dir}"
+      cache = f"compilation cache {jax.config.jax_compilation_cache_dir}"
       remedy = "repair it, or set JAX_COMPILATION_CACHE_DIR to another"
-      text = f"warning: {programs} cannot be used ({text[:300]}): {remedy}"
+      text = f"warning: the {cache} cannot be used ({text[:300]}): {remedy}"
       print(text, file=sys.stderr, flush=True)
 
   warnings.showwarning = show_once
 
 
 def keep() -> None:
-  """Stores compiled programs in the user's cache; deletes the oldest.
+  """Makes JAX store compiled programs in the user's cache; deletes the oldest.
 
   JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=0 take precedence.
-  JAX's own size limit uses locks, which a kill may leave forever.
+  JAX's own size limit is unused: it takes a lock, which a kill leaves forever.
   """
   _warn_once()
   config = jax.config
   enabled = config.jax_enable_compilation_cache
   if config.jax_compilation_cache_dir or not enabled:
     return
-  # Compiled programs depend on the CPU's features.
+  # Each CPU type gets a directory: programs depend on the CPU's features.
   features = platform.machine()
   with contextlib.suppress(OSError):
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     features += next((x for x in lines if x.startswith("flags")), "")
   machine = hashlib.sha256(features.encode()).hexdigest()[:12]
-  with contextlib.suppress(OSError, RuntimeError):  # JAX warns of them
+  with contextlib.suppress(OSError, RuntimeError):  # no home, or not writable
     path = disk.user_cache() / "xla" / machine
     config.update("jax_compilation_cache_dir", str(path))
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""The paper: U-statistics, exact errors, group sizes, diagnoses, intervals."""
+"""Errors of policy gradients, best group sizes, diagnoses and intervals."""

@@ -1,8 +1,8 @@
 """Gradient error for any unbiased advantage that uses a single group.
 
-Errors of whole and of half groups give both terms of G MSE(G) = c2 + c3 /
-(G - 1) given the prompt: exactly for leave-one-out, up to order 1 / G^2 for
-weighted means of the other rewards. Notation as in `component_estimates`.
+Given the prompt, G MSE(G) = c2 + c3 / (G - 1): errors of whole and half groups
+determine c2 and c3, exactly for leave-one-out, to order 1 / G^2 for weighted
+means of the other rewards. Notation is that of `component_estimates`.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from grpojax.statistics.group_size import optimal_group_size
 
 
 class AdvantageErrors(NamedTuple):
-  """Components of a gradient's error with a given advantage."""
+  """Components of a gradient's error if it uses a certain advantage."""
 
   c2: Float[Array, ""]  # error within prompts
   c3: Float[Array, ""]  # error of the baseline
@@ -32,17 +32,17 @@ def advantage_errors(
   advantage: Callable[..., Array],
   weights: dict[str, Shaped[Array, "B G"]],
 ) -> AdvantageErrors:
-  """Estimates c2 and c3 from the errors of groups of G and G // 2.
+  """Estimates c2 and c3 from the errors of groups of G and of G // 2 samples.
 
-  V >= 2, B >= 2, rewards are finite, and `advantage(rewards, **weights)` is
-  unbiased and uses a single group.
+  Requires V >= 2 directions, B >= 2 prompts, finite rewards, and an unbiased
+  `advantage(rewards, **weights)` that uses a single group.
   """
   tangents, prompts, size = projections.shape
   half = size // 2
   rewards = as_float(rewards, "advantage_errors", least=4)
   gradient_sq = prompt_estimates(projections, rewards).gradient_sq  # [V, B]
 
-  def halves(x):  # [B, G] as [2 B, G // 2]; an odd sample is left out
+  def halves(x):  # [B, G] to [2 B, G // 2]; drops the last sample of odd G
     return x[:, : 2 * half].reshape(-1, half)
 
   whole = advantage(rewards, **weights)  # [B, G]
@@ -50,17 +50,17 @@ def advantage_errors(
   parts = advantage(halves(rewards), **split)  # [2 B, G // 2]
   # Estimates of the gradient in each direction, [V, B] and [V, B, 2].
   from_whole = jnp.mean(projections * whole, -1)
-  a = projections[..., : 2 * half].reshape(tangents, prompts, 2, half)
-  from_halves = jnp.mean(a * parts.reshape(prompts, 2, half), -1)
+  in_halves = projections[..., : 2 * half].reshape(tangents, prompts, 2, half)
+  from_halves = jnp.mean(in_halves * parts.reshape(prompts, 2, half), -1)
   # G MSE(G) of each prompt in each direction, [V, B].
   at_size = size * (from_whole**2 - gradient_sq)
   at_half = half * (jnp.mean(from_halves**2, -1) - gradient_sq)
-  # Both are c2 + c3 / (size - 1), so their difference has only c3.
+  # Each is c2 + c3 / (its size - 1), so that c2 cancels in their difference.
   c3 = (at_half - at_size) / (1 / (half - 1) - 1 / (size - 1))
   c2 = at_size - c3 / (size - 1)
 
   def error(x):
-    # x [V, B] varies with prompts and with directions; both variances add up.
+    # x [V, B] varies with prompts and with directions: both variances add up.
     by_prompt = jnp.var(jnp.mean(x, 0), ddof=1) / prompts
     by_direction = jnp.var(jnp.mean(x, 1), ddof=1) / tangents
     return jnp.sqrt(by_prompt + by_direction)
@@ -75,7 +75,7 @@ def metrics(
 ) -> dict[str, Float[Array, ""]]:
   """Returns scalars to log in addition to `diagnostics.metrics`.
 
-  c1 is the same for all unbiased advantages; `prompts` is B of the whole step.
+  All unbiased advantages have the same c1. `prompts` is B of the whole step.
   """
   return {
     **{f"own_{k}": getattr(errors, k) for k in ("c2", "c2_se", "c3", "c3_se")},

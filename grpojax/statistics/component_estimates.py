@@ -1,10 +1,10 @@
 """Unbiased estimates of `Components`, from directional derivatives of scores.
 
-V directions, B prompts, G samples per prompt. a[v, x, i] = s_i . v is the score
-of sample i of prompt x in direction v, Z[x, i] its reward. Random directions
-have E[v v^T] = I, so E_v[a_i a_j] = s_i . s_j, and a mean over them estimates
-any quadratic function of scores. Products of expectations are estimated by
-products over distinct samples, without bias.
+There are V directions, B prompts and G samples per prompt. a[v, x, i] = s_i . v
+is the score of sample i of prompt x in direction v, Z[x, i] its reward. Random
+directions have E[v v^T] = I, so E_v[a_i a_j] = s_i . s_j, and means over them
+estimate quadratic functions of scores. Products over distinct samples estimate
+products of expectations without bias.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ Groups = Float[Array, "B G"]
 
 
 class PromptEstimates(NamedTuple):
-  """Unbiased estimates in each direction for each prompt, or sums over them."""
+  """Unbiased estimates per direction and prompt, or their sums over prompts."""
 
   gradient_sq: Float[Array, "V *B"]  # ||g(x)||^2
   oracle: Float[Array, "V *B"]  # E[||s||^2 delta^2]
@@ -33,9 +33,9 @@ def _baselines(
 ) -> tuple[Float[Array, "B"], Float[Array, "B B"]]:
   """Returns the baselines of least variance, E[||s||^2 Z] / E||s||^2.
 
-  They leave out each prompt, or each pair (the diagonal is meaningless). Inputs
-  are group means of a^2 and a^2 Z. E[s] = 0, so E[s (Z - b)] = g(x) for a
-  baseline b that is independent of the samples.
+  Entry x leaves out prompt x, entry (x, x') both; the diagonal is meaningless.
+  Inputs are group means of a^2 and a^2 Z. As E[s] = 0, any baseline b that is
+  independent of the samples has E[s (Z - b)] = g(x).
   """
 
   def sums_without(values):  # each prompt [B], or each pair [B, B]
@@ -55,12 +55,12 @@ def _baselines(
 
 
 def _reward_moments(rewards: Groups) -> tuple[Groups, Groups]:
-  """Estimates delta_i^2 and sigma^2 for each sample i, without knowing V(x).
+  """Estimates delta_i^2 and sigma^2 for each sample i; V(x) is unknown.
 
   With c_i = Z_i - mean(Z) and S = sum_i c_i^2: delta_i^2 is the mean over
   distinct j, k, both not i, of (Z_i - Z_j)(Z_i - Z_k), whose sum is (sum_j (Z_i
   - Z_j))^2 - sum_j (Z_i - Z_j)^2 = G (G - 1) c_i^2 - S. sigma^2 is the variance
-  of the rewards except Z_i, so it is independent of the score of i; their
+  of the rewards except Z_i, so that it is independent of the score of i; their
   squared deviations sum to S - G / (G - 1) c_i^2.
   """
   n = rewards.shape[-1]
@@ -76,8 +76,8 @@ def prompt_estimates(
 ) -> PromptEstimates:
   """Computes the U-statistics of every group and direction, in closed form.
 
-  Means over distinct samples i, j, k of a group, G >= 3, b a baseline of
-  `_baselines`:
+  They are means over distinct samples i, j, k of a group, with G >= 3 and a
+  baseline b of `_baselines`:
 
       ||g||^2               a_i a_j (Z_i - b)(Z_j - b)
       E[||s||^2 delta^2]    a_i^2 (Z_i - Z_j)(Z_i - Z_k)
@@ -96,7 +96,7 @@ def prompt_estimates(
   baseline, pair_baseline = _baselines(score_sq, score_sq_reward)  # [B], [B, B]
 
   # ||g||^2: with y_i = a_i (Z_i - b), the mean of y_i y_j over i != j is
-  # (G mean(y)^2 - mean(y^2)) / (G - 1). mean(y^2) is multiplied out.
+  # (G mean(y)^2 - mean(y^2)) / (G - 1). The next lines expand mean(y^2).
   mean_sq = score_sq_reward_sq - 2 * baseline * score_sq_reward
   mean_sq += baseline**2 * score_sq
   gradient_sq = n * (score_reward - baseline * score) ** 2 - mean_sq
@@ -134,9 +134,9 @@ def covariances(
 ) -> tuple[Float[Array, "5 5"], Float[Array, "5 5"]]:
   """Estimates covariances of the components, over prompts and over directions.
 
-  A jackknife over prompts (components are not plain means over prompts), and
-  the spread of the directions, in the order of `Components`. Variation with
-  both is counted twice, which errs on the safe side.
+  The first is from a jackknife, as components are not plain means over prompts,
+  the second from the spread of the directions. Both have the order of
+  `Components`. Their sum counts common variation twice, so it is conservative.
   """
   tangents = per_tangent.shape[0]
   # Terms with prompt x, [V, B] each: its pairs are (x, x') and (x', x).

@@ -1,7 +1,7 @@
 """Noise of a GRPO gradient, and the group size that minimises it.
 
-Every error in `u_statistics` is quadratic in scores, so directional derivatives
-estimate it, without per-sample gradients (`component_estimates`).
+Errors in `u_statistics` are quadratic in scores, so directional derivatives
+suffice to estimate them, without gradients per sample (`component_estimates`).
 
     score_projections -> [V, B, G] -> diagnose -> Diagnosis -> metrics
 """
@@ -25,8 +25,8 @@ from grpojax.statistics.u_statistics import Estimators
 class Diagnosis(NamedTuple):
   """Variance of a step's policy gradient, estimated from its samples.
 
-  Estimates of small quantities may be negative. Standard errors, over prompts
-  and directions, are too small for intervals: few prompts are skewed.
+  Estimates of small quantities may be negative. Do not build intervals from the
+  standard errors: with few prompts the estimates are skewed.
   """
 
   components: Components
@@ -45,7 +45,7 @@ def diagnose(
 ) -> Diagnosis:
   """Estimates the components of the gradient's error, and the best group size.
 
-  V >= 2, B >= 3 and G >= 3, else a ValueError. Rewards are the inputs of the
+  ValueError unless V >= 2, B >= 3 and G >= 3. Rewards are the inputs of the
   advantages; a single infinite or nan reward makes all estimates nan. `mse` and
   `snr` are for a step of `num_prompts` prompts, by default B.
   """
@@ -81,8 +81,8 @@ def diagnose(
 def metrics(diagnosis: Diagnosis) -> dict[str, Float[Array, ""]]:
   """Returns the scalars to log, explained in docs/group-size.md.
 
-  Gradients by the moving parameters are in nats x reward per unit of parameter;
-  components and errors are their squared lengths.
+  Components and errors are squared lengths of gradients with respect to trained
+  parameters, in nats x reward per unit of parameter.
   """
   row = {}
   for name in ("c1", "c2", "c3"):

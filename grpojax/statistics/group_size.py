@@ -1,7 +1,7 @@
 """Error of a batch's gradient by group size, and the best size.
 
-With N = B G samples, large groups estimate their prompt's value V(x) well but
-leave few prompts. `observe` tracks the best size, which changes in training.
+With N = B G samples, large groups estimate the value V(x) of their prompt well
+but leave few prompts. `observe` tracks the best size during training.
 """
 
 import typing
@@ -24,7 +24,7 @@ class Components(NamedTuple):
 
   c1: Float[Array, "*X"]  # tr Var_x g(x), between prompts
   c2: Float[Array, "*X"]  # E_x tr Var(s delta), within prompts
-  c3: Float[Array, "*X"]  # E_x [I sigma^2 + ||g||^2], as V(x) is estimated
+  c3: Float[Array, "*X"]  # E_x [I sigma^2 + ||g||^2], from estimating V(x)
   c2_vanilla: Float[Array, "*X"]  # E_x tr Var(s Z), without a baseline
   gradient_sq: Float[Array, "*X"]  # ||E_x g(x)||^2
 
@@ -34,7 +34,7 @@ def components(
   gradients: Float[Array, "X d"],
   weights: Float[Array, "X"] | None = None,
 ) -> Components:
-  """Averages exact moments and gradients g(x); None weighs prompts equally."""
+  """Averages exact moments and gradients g(x); default: equal weights."""
   if weights is None:
     weights = jnp.full(gradients.shape[:1], 1 / len(gradients))
   gradient_sq = jnp.sum((weights @ gradients) ** 2)  # of the mean over prompts
@@ -60,10 +60,10 @@ def mse_curve(
   `num_samples` counts the whole batch, and B = N / G is not rounded.
 
   From a finite set of M = `prompts`, each is drawn once per epoch. A batch that
-  starts with an epoch has r = B mod M prompts beyond whole epochs, and c1 G / N
-  becomes M / (M - 1) c1 r (1 - r / M) / B^2: within an epoch M / (M - 1) c1
-  (G / N - 1 / M), and 0 at its end. A batch may be several steps with nearly
-  equal parameters. Samples of prompts estimate M / (M - 1) c1.
+  starts with an epoch has r = B mod M prompts beyond whole epochs, and c1 / B
+  becomes M / (M - 1) c1 r (1 - r / M) / B^2. Within an epoch this equals
+  M / (M - 1) c1 (1 / B - 1 / M); at its end it is 0. A batch may span several
+  steps of nearly equal parameters. Samples of prompts estimate M / (M - 1) c1.
   """
   c = components
   n = num_samples
@@ -78,7 +78,7 @@ def mse_curve(
   return Estimators(
     vanilla=between + c.c2_vanilla / n,
     leave_one_out=unbiased,
-    # The mean of its estimate is (G - 1) / G times the gradient.
+    # Its expectation is (G - 1) / G times the gradient.
     centred=((g - 1) / g) ** 2 * unbiased + c.gradient_sq / g**2,
     oracle=between + c.c2 / n,
   )
@@ -92,8 +92,8 @@ def optimal_group_size(
   G* = 1 + sqrt(c3 / c1) at any budget (arXiv 2603.01162, Theorem 7, has sqrt(c3
   / c1) from an upper bound). If each prompt costs `prompt_cost` = kappa
   completions (negative: ValueError), G* minimises (kappa + G) (c1 + c2 / G + c3
-  / (G (G - 1))), a convex function of G > 1; only then c2 matters. G* is inf
-  if c1 <= 0, and nan if a component is.
+  / (G (G - 1))), a convex function of G > 1; otherwise c2 is irrelevant. G* is
+  inf if c1 <= 0, and nan if a component is nan.
   """
   if not prompt_cost >= 0:
     raise ValueError(f"prompt_cost = {prompt_cost}: give 0 or more completions")
@@ -101,7 +101,7 @@ def optimal_group_size(
     *(jnp.asarray(c, jnp.result_type(float)) for c in (c1, c2, c3))
   )
   prompts_differ = c1 > 0
-  # Where c1 <= 0 the quotients are not used: G* is inf there.
+  # If c1 <= 0, G* is inf; the divisor 1 only avoids a division by 0.
   divisor = jnp.where(prompts_differ, c1, 1)
   b, c = jnp.maximum(c2, 0) / divisor, jnp.maximum(c3, 0) / divisor
   # G* - 1 is the number of samples in a baseline.
@@ -115,11 +115,11 @@ def optimal_group_size(
 def optimal_group_size_in_epochs(
   best: Real[Array, "*X"] | float | int, num_samples: int, prompts: int
 ) -> Float[Array, "*X"]:
-  """Returns the group size of least error by `mse_curve` for a finite set.
+  """Returns the group size of least `mse_curve` for a finite set of prompts.
 
-  max(G*, N / M), with `best` = G* of an infinite set and M / (M - 1) c1 for c1.
-  Within an epoch the finite set subtracts a constant from the error. Groups
-  below N / M draw prompts again, which does not reduce c1's term.
+  It is max(G*, N / M); `best` is G* of an infinite set with M / (M - 1) c1 for
+  c1. Within an epoch the finite set subtracts a constant from the error. Groups
+  below N / M repeat prompts in a batch, which does not reduce c1's term.
   """
   return jnp.maximum(jnp.asarray(best, float), num_samples / prompts)
 
@@ -129,13 +129,13 @@ def _baseline_at_cost(
 ) -> Float[Array, "*X"]:
   """Solves for u = G* - 1 if each prompt costs kappa = `prompt_cost` > 0.
 
-  With b = c2 / c1 and c = c3 / c1 the derivative by G of (kappa + G) (1 + b / G
-  + c / (G u)), times G^2 u^2, is
+  With b = c2 / c1 and c = c3 / c1 the derivative with respect to G of
+  (kappa + G) (1 + b / G + c / (G u)), times G^2 u^2, is
 
       G^2 u^2 - c G^2 - kappa (b u^2 + c (2 G - 1)).
 
-  As u < G and 2 G - 1 <= G^2, its only root u^2 is between c and c + kappa (b +
-  2 c): 60 bisections find u to the last digit.
+  As u < G and 2 G - 1 <= G^2, u^2 at its only root is between c and c + kappa
+  (b + 2 c): 60 bisections find u to the last digit.
   """
 
   def slope(u):
@@ -168,8 +168,8 @@ class GroupSizeChoice:
 
 
 def init_choice(group_size: int) -> GroupSizeChoice:
-  """Returns a first choice, without estimates."""
-  zeros = (jnp.zeros(()) for _ in range(4))  # separate buffers, to donate
+  """Returns the initial choice, with empty sums."""
+  zeros = (jnp.zeros(()) for _ in range(4))  # JAX donates no buffer twice
   return GroupSizeChoice(jnp.asarray(group_size, jnp.int32), *zeros)
 
 
@@ -186,11 +186,11 @@ def observe(
   margin: float | int,
   confidence: float | int,
 ) -> GroupSizeChoice:
-  """Moves the group size at most a power of two towards the estimate of G*.
+  """Doubles or halves the group size if G* is clearly above or below it.
 
-  It moves up if G* = 1 + sqrt(c3 / c1) is above G 2^(1/2 + margin), which means
-  c3 - K c1 > 0 with K = (G 2^(1/2 + margin) - 1)^2, and this difference is
-  `confidence` standard errors above 0; down likewise. So c1, which is small and
+  G* = 1 + sqrt(c3 / c1) is above G 2^(1/2 + margin) if c3 - K c1 > 0, with K =
+  (G 2^(1/2 + margin) - 1)^2. G doubles if this difference is `confidence`
+  standard errors above 0, and halves likewise. Thus c1, which is small and
   noisy, is never a divisor. Observations that are not finite are skipped;
   `decay`, within [0, 1), is the weight of the past at each observation.
   """
@@ -198,7 +198,7 @@ def observe(
   is_finite = jnp.all(jnp.isfinite(new))
   x = choice
   past = jnp.stack([x.c1, x.c3, x.c1_variance, x.c3_variance])
-  # Sums of estimates decay per observation, so their variances decay twice.
+  # A sum times `decay` has a variance times decay^2.
   weights = jnp.array([decay, decay, decay**2, decay**2], past.dtype)
   sums = jnp.where(is_finite, weights * past + new, past)
   c1, c3, c1_variance, c3_variance = sums
@@ -210,7 +210,7 @@ def observe(
     return (c3 - k * c1) / jnp.maximum(error, 1e-30)
 
   current = choice.group_size
-  step = 2 ** (0.5 + margin)  # beyond 2^0.5 the next size is nearer
+  step = 2 ** (0.5 + margin)  # G* > sqrt(2) G is nearer to 2 G than to G
   up = is_finite & (evidence(current * step) > confidence)
   down = is_finite & (evidence(current / step) < -confidence)
   lower = jnp.where(down, current // 2, current)

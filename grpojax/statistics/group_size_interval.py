@@ -23,11 +23,11 @@ def group_size_interval(
 ) -> tuple[Scalar, Scalar]:
   """Returns the 95% interval of G* = 1 + sqrt(c3 / c1), from a diagnosis.
 
-  Takes the components' covariances over prompts and over directions. Unknown
-  bounds are 1 and inf.
+  `over_prompts` and `over_tangents` are covariances of the components. Bounds
+  that they leave open are 1 and inf.
   """
   # Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho:
-  # variances w1 and w2 with B - 1 and V - 1 degrees have a sum with
+  # the sum of variances w1 (B - 1 degrees) and w2 (V - 1 degrees) has
   # (w1 + w2)^2 / (w1^2 / (B - 1) + w2^2 / (V - 1)) (F. E. Satterthwaite, 1946).
   rho = jnp.maximum(components.c1, 0) / jnp.maximum(components.c3, 1e-30)
   weights = jnp.zeros(5).at[_C1].set(1.0).at[_C3].set(-rho)
@@ -67,16 +67,16 @@ def _fieller(
 ) -> tuple[Scalar, Scalar]:
   """Returns the interval of G* from E. C. Fieller's (1954) for rho = c1 / c3.
 
-  It contains all rho with c1 - rho c3 within t standard errors of 0. If rho may
-  be 0 or less, G* may be infinite.
+  Fieller's contains all rho with c1 - rho c3 within t standard errors of 0. If
+  it includes rho <= 0, the upper bound of G* is infinite.
   """
-  # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) is, multiplied out,
+  # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) expands to
   # quadratic rho^2 - 2 linear rho + constant <= 0.
   quadratic = c3**2 - t_sq * covariance[1, 1]
   linear = c1 * c3 - t_sq * covariance[0, 1]
   constant = c1**2 - t_sq * covariance[0, 0]
-  # So rho is between the roots (linear -+ root) / quadratic if quadratic > 0,
-  # that is, if c3 differs from 0 by t standard errors; else rho is unbounded.
+  # If quadratic > 0, rho is between the roots (linear -+ root) / quadratic: c3
+  # differs from 0 by more than t standard errors. Otherwise rho is unbounded.
   root = jnp.sqrt(jnp.maximum(linear**2 - quadratic * constant, 0.0))
   known = (quadratic > 0) & (c3 > 0)
   quadratic = jnp.where(known, quadratic, 1.0)
@@ -93,8 +93,8 @@ def _fieller(
 def _t_quantile(degrees: Float[Array, "*X"]) -> Float[Array, "*X"]:
   """Approximates Student's 97.5% quantile around the normal quantile.
 
-  scipy cannot take traced degrees. Abramowitz and Stegun, 26.7.5, up to 1 /
-  degrees^3: too small by 24% at 1, 3% at 2, 0.7% at 3, 0.02% at 8.
+  scipy cannot take traced degrees. The series of Abramowitz and Stegun, 26.7.5,
+  to 1 / degrees^3 is too small by 24% for 1 degree, 3% for 2, 0.02% for 8.
   """
   z = _NORMAL
   inverse = 1 / degrees

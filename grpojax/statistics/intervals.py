@@ -1,14 +1,14 @@
 """95% intervals over prompts, and paired comparisons of two checkpoints.
 
-Values are a number per prompt (accuracy, pass@k or maj@k), as samples of the
-same prompt are dependent. All of it runs on the host, in float64.
+There is one value per prompt (accuracy, pass@k or maj@k), because samples of a
+prompt are dependent. All functions run on the host, in float64.
 """
 
 import math
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # scipy.stats, which takes a second to load, comes when first used
+import scipy  # loads scipy.stats, which takes a second, at its first use
 from jaxtyping import Bool, Real
 
 Values = Real[np.ndarray, "B"]
@@ -56,14 +56,14 @@ def share_interval(values: Values) -> tuple[float, float, float]:
 
   Wilson's interval for the number of independent trials with the same variance
   (E. Korn and B. Graubard, 1998, Survey Methodology 24). The variance includes
-  two more prompts, 0 and 1, as a few prompts may be alike by chance. In the
-  middle it is Student's, which leaves [0, 1] and covers less near 0 and 1.
+  two more prompts, 0 and 1, because few prompts may be equal by chance.
+  Student's interval is similar near 1/2, but covers less near 0 and 1.
   """
   mean, *_ = mean_interval(values)
-  more = np.append(values, [0.0, 1.0]).astype(np.float64)
-  binary = more.mean() * (1 - more.mean())
-  ratio = t_quantile(len(values) - 1) ** 2 * np.var(more, ddof=1)
-  ratio /= binary * len(more)  # t^2 / trials
+  extended = np.append(values, [0.0, 1.0]).astype(np.float64)
+  binary = extended.mean() * (1 - extended.mean())
+  ratio = t_quantile(len(values) - 1) ** 2 * np.var(extended, ddof=1)
+  ratio /= binary * len(extended)  # t^2 / trials
   # Wilson's bounds are (mean + ratio / 2 -+ half_width) / (1 + ratio).
   half_width = math.sqrt(ratio * (mean * (1 - mean) + ratio / 4))
   low, high = (mean + ratio / 2 + x for x in (-half_width, half_width))
@@ -75,21 +75,21 @@ def paired_difference(
 ) -> PairedDifference:
   """Compares two checkpoints by a number per prompt, in the same order.
 
-  The interval is Student's, of the differences; its width is 0 if all are
-  equal, so use `paired_proportions` for values 0 and 1. The p-value is from the
+  The interval is Student's, of the differences. Its width is 0 if they are all
+  equal, so use `paired_proportions` for values 0 and 1. The p-value of the
   sign-flip permutation test (R. A. Fisher, 1935, "The Design of Experiments",
-  section 21): how often random signs make the sum of differences as extreme. It
-  is exact if `draws` covers all signs of the differing prompts (by default up
-  to 14 of them); else signs are drawn, and a p-value is at least 2 / (1 +
-  draws). ValueError: shapes differ, B < 2, or a value is not finite.
+  section 21) tells how often random signs make the sum of differences as
+  extreme. It is exact if `draws` covers all signs of the differing prompts (by
+  default up to 14). Otherwise signs are drawn, and it is at least 2 / (1 +
+  draws). ValueError if shapes differ, B < 2, or a value is not finite.
   """
   _check_pairs(a, b)
   differences = a.astype(np.float64) - b.astype(np.float64)
   if not np.all(np.isfinite(differences)):
-    raise ValueError("cannot compare: some values are not finite")
+    raise ValueError("cannot compare values that are not finite: remove them")
   difference, low, high = mean_interval(differences)
   signed = differences[differences != 0]  # 0 has no sign
-  if len(signed) < 2:  # either sign is as extreme
+  if len(signed) < 2:  # its two signs are equally extreme
     return PairedDifference(difference, low, high, 1.0)
   test = scipy.stats.permutation_test(
     (signed / np.abs(signed).max(),),
@@ -109,14 +109,14 @@ def paired_proportions(
 
   The interval is the adjusted Wald interval of A. Agresti and Y. Min (2005,
   Statistics in Medicine 24, 729-740), with half a prompt added to each cell of
-  the 2 x 2 table. Unlike Student's it has a width if no prompts differ. Its
-  centre is closer to 0 than the difference. The p-value is McNemar's exact
-  p-value. ValueError: shapes differ, or B = 0.
+  the 2 x 2 table. Unlike Student's, it has a width even if no prompts differ.
+  Its centre is closer to 0 than the difference. The p-value is McNemar's exact
+  one. ValueError if shapes differ, or B = 0.
   """
   _check_pairs(a, b)
   n = len(a)
   if n < 1:
-    raise ValueError("a comparison needs at least 1 prompt")
+    raise ValueError("a comparison needs at least 1 prompt, not 0")
   only_a, only_b = int(np.sum(a & ~b)), int(np.sum(b & ~a))
   # scipy has no interval for paired proportions.
   z = float(scipy.stats.norm.ppf(0.975))

@@ -14,8 +14,8 @@ MOST_SAMPLES = 1000  # per prompt; beyond, binomial coefficients overflow
 def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
   """Estimates the probability that any of k samples is correct, unbiased.
 
-  1 - C(n - c, k) / C(n, k) with c correct among n (arXiv 2107.03374, equation
-  1), as a product of k ratios of at most 1. ValueError if k > n.
+  It is 1 - C(n - c, k) / C(n, k) if c of n samples are correct (arXiv
+  2107.03374, equation 1). ValueError if k > n.
   """
   n = correct.shape[-1]
   if not 1 <= k <= n:
@@ -25,7 +25,7 @@ def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
     )
   wrong = n - jnp.sum(correct, -1, keepdims=True)  # [*B, 1]
   drawn = jnp.arange(k)
-  # C(wrong, k) / C(n, k), exactly 0 with fewer than k wrong samples.
+  # Factors of C(wrong, k) / C(n, k), which is 0 for fewer than k wrong samples.
   next_is_wrong = jnp.maximum(wrong - drawn, 0) / (n - drawn)  # [*B, k]
   return 1 - jnp.prod(next_is_wrong.astype(jnp.float32), -1)
 
@@ -35,11 +35,11 @@ def majority_at_k(
 ) -> Float[np.ndarray, "*B"]:
   """Estimates the probability that a vote of k samples is correct, unbiased.
 
-  The mean, over all subsets of k samples, of "the most frequent answer is
-  correct" (self-consistency, arXiv 2203.11171, section 2). A tie counts with
-  the share of its correct answers. Equal labels are equal answers; samples with
-  label -1 do not vote. 1 <= k <= n <= `MOST_SAMPLES`. ValueError if `correct`
-  contradicts the labels.
+  It is the share of subsets of k samples whose most frequent answer is correct
+  (self-consistency, arXiv 2203.11171, section 2). A tie counts with the share
+  of its correct answers. Equal labels are equal answers; samples of label -1 do
+  not vote. 1 <= k <= n <= `MOST_SAMPLES`. ValueError if `correct` differs for
+  equal labels, or is True for -1.
   """
   n = labels.shape[-1]
   rows = zip(labels.reshape(-1, n), correct.reshape(-1, n), strict=True)
@@ -50,7 +50,7 @@ def majority_at_k(
 def _votes(
   labels: Int[np.ndarray, "n"], correct: Bool[np.ndarray, "n"]
 ) -> tuple[tuple[tuple[int, bool], ...], int]:
-  """Returns the answers' sorted (votes, correct), and the number of silent."""
+  """Returns sorted (votes, correct) of all answers, and the number of -1."""
   answers, answer_of_sample = np.unique(labels, return_inverse=True)
   votes = np.bincount(answer_of_sample)
   correct_votes = np.bincount(answer_of_sample, weights=correct)
@@ -70,26 +70,26 @@ def _majority(
 ) -> float:
   """Computes maj@k of a prompt from its counts.
 
-  For each winning number m of votes, answers are added in turn: ways[0, t, d]
-  is the number of ways to draw d samples from the answers so far such that no
-  answer has more than m votes and t answers have exactly m. ways[1] counts each
-  way once for each correct answer among the t. Answers with fewer than m
-  samples can neither win nor be limited, and are added all at once.
+  For each number m of votes of the winner, answers are added one by one:
+  ways[0, t, d] is the number of ways to draw d samples from the answers so far
+  such that no answer has more than m votes and t have exactly m. ways[1] counts
+  each way once per correct answer among the t. Answers of fewer than m samples
+  can neither win nor exceed m votes, and are added all at once.
   """
   n = silent + sum(count for count, _ in votes)
   most_correct = max((count for count, right in votes if right), default=0)
-  # added[i, j] = j - i: samples drawn from an answer, i without and j with it.
+  # added[i, j] = j - i: samples that an answer adds if d rises from i to j.
   added = np.arange(k + 1) - np.arange(k + 1)[:, None]
   total = 0.0  # chance times C(n, k)
   for m in range(1, min(k, most_correct) + 1):
     can_win = [vote for vote in votes if vote[0] >= m]
     max_ties = min(k // m, len(can_win))
     ways = np.zeros((2, max_ties + 1, k + 1))
-    # d of 0..k samples that are silent or whose answer cannot win.
+    # Ways to draw 0..k samples without an answer, or whose answer cannot win.
     ways[0, 0] = _binomials(n - sum(count for count, _ in can_win), k)
     for count, right in can_win:
       binomials = _binomials(count, k)
-      # If the answer gets fewer than m votes, t stays: [k + 1, k + 1].
+      # If the answer gets fewer than m votes, t stays; [k + 1, k + 1].
       fewer = np.where((added >= 0) & (added < m), binomials[added], 0.0)
       # If it gets m, t increases by 1 and d by m.
       tied = binomials[m] * ways[:, :-1, : k + 1 - m]

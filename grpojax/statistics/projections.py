@@ -1,4 +1,4 @@
-"""Directional derivatives of sequence log-probabilities, by forward mode."""
+"""Directional derivatives of sequence log-probabilities, in forward mode."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from grpojax.core.types import LM, Params, Rollout
 def rademacher_like(
   key: Key[Array, ""], tree: PyTree[Float[Array, "..."]]
 ) -> PyTree[Float[Array, "..."]]:
-  """Draws random signs: E[v v^T] = I, with the least variance of squares."""
+  """Draws random signs v: E[v v^T] = I, and squares (v . s)^2 vary least."""
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(key, len(leaves))
   signs = [
@@ -44,14 +44,14 @@ def score_projections(
 
   a_{v,b,i} = v . grad log pi(Y_{b,i} | x_b), for V = `tangents` random
   directions and a rollout without padding rows. Costs about 1 + 2 V forward
-  passes, and memory for V copies of the moving parameters.
+  passes, and memory for V copies of the trained parameters.
 
   The batch is split into `micro_batches` parts, a divisor of B; logits exist
   for `chunk_size` positions at a time. `split` is `(params) -> (moving, merge)`
-  with `merge(moving)` = params: scores are by `moving`, by default all
-  parameters. `vectorized=False` handles tangents in turn, about 3 V forward
-  passes, for models that cannot be vmapped (`jax.lax.ragged_dot`). `sampling`
-  is the rollout's.
+  with `merge(moving)` = params; gradients are with respect to the trained
+  parameters `moving`, by default all. `vectorized=False` computes one direction
+  at a time, in about 3 V forward passes, for models that cannot be vmapped
+  (`jax.lax.ragged_dot`). `sampling` is that of the rollout.
   """
   prompts = rollout.prompt_ids.shape[0]
   if prompts % micro_batches:
@@ -62,7 +62,7 @@ def score_projections(
   moving, merge = split(params) if split else (params, lambda moving: moving)
   directions = jax.vmap(lambda k: rademacher_like(k, moving))(
     jax.random.split(random_key(key), tangents)
-  )  # as `moving`, with a first axis [V]
+  )  # like `moving`, with a leading axis V
 
   def project(part: Rollout):  # [V, prompts of the part, G]
     def sequence_logprobs(moving):  # [prompts, G]
@@ -87,5 +87,5 @@ def score_projections(
 
   by_part = jax.lax.map(project, split_rows(rollout, micro_batches))
   # [parts, V, rows, G]. `split_rows` puts prompt r in row r // parts of part
-  # r % parts, so moving parts behind rows restores the order of the prompts.
+  # r % parts, so moving the axis of parts after rows restores their order.
   return jnp.moveaxis(by_part, 0, 2).reshape(tangents, prompts, -1)

@@ -1,13 +1,13 @@
 """Draws prompts by priority, with importance weights that remove the bias.
 
-Prompt i has a probability r_i without priorities (1/n, or its share in a
-mixture), and is drawn with probability
+Without priorities prompt i has the probability r_i (1/n, or its share in a
+mixture). With them its probability is
 
     q_i = u r_i + (1 - u) r_i priority_i / sum_j r_j priority_j
 
 The uniform share u lets every prompt return. A batch of B rows has pi_i = B q_i
-rows of prompt i on average, rounded up or down by systematic sampling (Madow,
-1949), but at most `most`. With the importance weights
+rows of prompt i on average, at most `most`; systematic sampling (Madow, 1949)
+rounds this number up or down. With the importance weights
 
     w_i = B r_i / pi_i  <=  1 / u
 
@@ -55,8 +55,8 @@ def expected_rows(
 ) -> Vector:
   """Returns the mean number pi of a batch's rows per prompt; sums to `rows`.
 
-  Priorities are compared within a stratum, which keeps its share, at most size
-  * `most` rows. `uniform` is u, in (0, 1].
+  Priorities matter within a stratum, which keeps its share of the rows, at most
+  its size times `most`. `uniform` is u, in (0, 1].
   """
   total = sum(stratum.weight for stratum in strata)
   expected = []
@@ -77,10 +77,10 @@ def _at_most(most: int, rows: float, q: Vector) -> Vector:
   """Divides rows in proportion to q; an excess over `most` is redistributed."""
   full = np.zeros(len(q), bool)
   while True:
-    # Full prompts get `most` rows; the others share the rest in proportion to
-    # q, which may fill further prompts, so this is repeated.
-    left = rows - most * np.sum(full)
-    shares = np.where(full, most, left * q / max(np.sum(q[~full]), 1e-300))
+    # Full prompts get `most` rows, and the others share the remaining rows in
+    # proportion to q. This may fill more prompts, so it is repeated.
+    remaining = rows - most * np.sum(full)
+    shares = np.where(full, most, remaining * q / max(np.sum(q[~full]), 1e-300))
     too_much = (shares > most) & ~full
     if not np.any(too_much):
       return shares
@@ -107,11 +107,11 @@ def systematic(
     start += size
   order = np.concatenate(orders)
   edges = np.cumsum(expected[order])
-  # The line is as long as `rows` up to rounding, so marks are scaled to it.
+  # Rounding errors change the line's length, `rows`: marks are scaled to it.
   rows = round(float(edges[-1]))
   marks = (rng.random() + np.arange(rows)) * (edges[-1] / rows)
   places = np.searchsorted(edges, marks, side="right")
-  # By rounding the last mark may lie on the end of the line.
+  # A rounding error may put the last mark on the end of the line.
   return order[np.minimum(places, len(order) - 1)]
 
 
@@ -124,7 +124,7 @@ def draw(
   uniform: int | float,
   most: int = 1,
 ) -> Drawn:
-  """Draws a batch in random order; arguments as for `expected_rows`."""
+  """Draws a batch in random order; `expected_rows` explains the arguments."""
   expected = expected_rows(
     priorities, strata, rows=rows, uniform=uniform, most=most
   )

@@ -3,8 +3,8 @@
 A prompt's success rate has the posterior Beta(1/2 + successes, 1/2 + failures),
 from Jeffreys' prior. As the policy changes, counts are multiplied by 2^(-1 /
 half_life) at every step: the posterior of a prompt that is no longer drawn
-drifts back to the prior. Prompts are drawn in proportion to a priority of
-`PRIORITIES` (docs/data.md).
+returns to the prior. Prompts are drawn in proportion to one of `PRIORITIES`
+(docs/data.md).
 """
 
 import typing
@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import scipy  # scipy.special comes when first used
+import scipy  # loads scipy.special at its first use
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -31,7 +31,7 @@ class SuccessRates:
 
 
 def unknown(prompts: int) -> SuccessRates:
-  """Returns the counts before any completions."""
+  """Returns the counts before the first completions."""
   return SuccessRates(jnp.zeros(prompts), jnp.zeros(prompts))
 
 
@@ -44,8 +44,8 @@ def observe(
 ) -> SuccessRates:
   """Returns the counts after a step with the prompts `indices`.
 
-  `right` is 1 for a right completion, 0 for a wrong completion, nan for
-  neither. After `half_life` steps a completion counts half.
+  `right` is 1 for right completions, 0 for wrong ones, nan for uncounted ones.
+  After `half_life` steps a completion counts half.
   """
   keep = 0.5 ** (1 / half_life)
   known = ~jnp.isnan(right)
@@ -103,5 +103,5 @@ PRIORITIES: dict[str, Callable[..., Vector]] = {
   "band": in_band,
   "target": density,
 }
-"""Priorities by name: `(a, b, *, settings) -> [n]`, not negative. Only ratios
-matter. Each receives the settings named by its parameters."""
+"""Priorities by name: `(a, b, *, settings) -> [n]`, at least 0. Only their
+ratios matter. Each function receives the settings named by its parameters."""

@@ -3,8 +3,8 @@
 For a prompt x, completions Y_i have scores s_i = grad log pi(Y_i | x), with
 E[s_i] = 0, and rewards Z_i with mean V(x) and variance sigma^2(x). Write
 delta_i = Z_i - V(x), I(x) = E||s||^2 and g(x) = E[s Z], the prompt's policy
-gradient. An error is a squared distance to g(x), derived in docs/theory.md
-(arXiv 2603.01162 up to O(1 / G^2)). `group_size` has the errors of a batch.
+gradient. An error is a mean squared distance to g(x). docs/theory.md derives it
+(arXiv 2603.01162 to O(1 / G^2)). `group_size` has the errors of a batch.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Estimators(NamedTuple):
 
 
 class Moments(NamedTuple):
-  """Moments of a prompt in the errors of all estimators."""
+  """Moments of a prompt that determine the errors of all estimators."""
 
   gradient_sq: Float[Array, "*X"]  # ||g||^2
   oracle_trace: Float[Array, "*X"]  # tr Var(s delta)
@@ -37,7 +37,7 @@ def policy_gradient(
   scores: Float[Array, "*X M d"],
   rewards: Real[Array, "*X M"],
 ) -> Float[Array, "*X d"]:
-  """Returns the policy gradient g(x) = E[s Z]; arguments as for `moments`."""
+  """Returns the policy gradient g(x) = E[s Z]; see `moments` for arguments."""
   return jnp.einsum("...m,...md->...d", probabilities * rewards, scores)
 
 
@@ -46,9 +46,9 @@ def moments(
   scores: Float[Array, "*X M d"],
   rewards: Real[Array, "*X M"],
 ) -> Moments:
-  """Computes exact moments of a prompt from all its M completions.
+  """Computes exact moments of prompts X from all M completions of each.
 
-  Probabilities sum to 1, and the mean of the scores is 0.
+  Probabilities sum to 1, and the mean of the scores in R^d is 0.
   """
   value = jnp.sum(probabilities * rewards, -1, keepdims=True)
   delta = rewards - value
@@ -71,7 +71,7 @@ def mse(moments: Moments, group_size: int) -> Estimators:
   """Returns the mean squared error of a group's gradient given the prompt.
 
   Leave-one-out: L = tr Var(s delta) / G + (I sigma^2 + ||g||^2) / (G (G - 1)).
-  Centred by the mean of the whole group: ((G - 1) / G)^2 L plus the squared
+  Centred, by the mean of the whole group: ((G - 1) / G)^2 L plus the squared
   bias ||g||^2 / G^2. ValueError if G < 2.
   """
   g = check_sizes(group_size)
@@ -93,8 +93,8 @@ def covariance(
   """Returns covariance matrices [d, d] of a group's gradient given the prompt.
 
   Leave-one-out: Var(s delta) / G + (E[s s^T] sigma^2 + g g^T) / (G (G - 1)).
-  Traces are the errors of `mse`, without the bias of `centred`. Arguments as
-  for `moments`, and G >= 2.
+  Traces are the errors of `mse`, without the bias of `centred`. Arguments are
+  those of `moments`, and G >= 2.
   """
   g = check_sizes(group_size)
   gradient = policy_gradient(probabilities, scores, rewards)

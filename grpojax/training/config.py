@@ -25,7 +25,7 @@ AT_TOP = {
   "score_power": "loss.score_power",
   "logits_chunk": "optim.chunk_size",
 }
-"""Settings at the top level of a config, with the paths of their fields."""
+"""Top-level settings of a config, with the paths of their dataclass fields."""
 
 _TOP_FIELDS = {name: tuple(path.split(".")) for name, path in AT_TOP.items()}
 _TOP_OF_FIELD = {path: name for name, path in AT_TOP.items()}
@@ -40,7 +40,7 @@ MOST_CHANGED = tuple(
 LORA_RATE = 1e-5  # usual rate of adapters, 10 times that of full fine-tuning
 
 
-def _declared() -> Section:
+def _declare_settings() -> Section:
   whole = settings_lib.section_of(TrainSettings())
   fields = dict(whole.fields)
   top = {k: x for k, x in fields.items() if not isinstance(x, Section)}
@@ -51,17 +51,17 @@ def _declared() -> Section:
   return Section("the run", top | fields, first=MOST_CHANGED)
 
 
-SETTINGS = _declared()
+SETTINGS = _declare_settings()
 """Declarations of all settings: defaults, texts, choices, ranges."""
 
 
 def default_config() -> ConfigDict:
-  """Returns the config of all defaults, locked."""
+  """Returns the locked config with all default values."""
   return settings_lib.to_config(SETTINGS)
 
 
 def default_job(name: str = "arithmetic") -> ConfigDict:
-  """Returns the packaged config of this name, which programs use by default."""
+  """Returns the bundled config of this name."""
   return config_file.load_file(config_file.packaged()[name], default_config)
 
 
@@ -71,10 +71,10 @@ def parse_job(
   declared: Section,
   about: str = "",
 ) -> tuple[ConfigDict, ConfigDict]:
-  """Reads the command line of a program with a job, like `command_line.parse`.
+  """Reads the command line of a program, like `command_line.parse`.
 
-  The default job is arithmetic.py for an embedded model and own_model.py, with
-  a lower learning rate, for other models (10 times that rate for adapters).
+  The default config is arithmetic.py for bundled models and own_model.py for
+  other models, with the learning rate `LORA_RATE` for adapters.
   """
   parse = functools.partial(command_line.parse, argv, flags, declared, about)
   config, values = parse(default_job)
@@ -87,10 +87,7 @@ def parse_job(
 
 
 def from_config(config: ConfigDict) -> TrainSettings:
-  """Returns the checked settings of a config.
-
-  The ValueError lists every error with setting, value and remedy.
-  """
+  """Returns a config's settings; ValueError with every error and its remedy."""
   configs.refuse(settings_lib.key_errors(SETTINGS, config))
   tree = config.to_dict()
   errors = []

@@ -7,7 +7,7 @@ from grpojax.training.settings.run import TrainSettings
 
 
 def learning_rate(settings: TrainSettings) -> optax.Schedule:
-  """Returns the learning rate by update: linear warmup, then the schedule."""
+  """Returns the learning rate per update: linear warmup, then the schedule."""
   optim = settings.optim
   updates = settings.steps * optim.update.epochs * optim.update.minibatches
   decay = max(updates - optim.warmup_steps, 1)
@@ -15,7 +15,7 @@ def learning_rate(settings: TrainSettings) -> optax.Schedule:
   schedule = SCHEDULES[optim.schedule](peak, decay)
   if not optim.warmup_steps:
     return schedule
-  first = peak / (optim.warmup_steps + 1)  # no update is at 0
+  first = peak / (optim.warmup_steps + 1)  # more than 0
   warmup = optax.linear_schedule(first, peak, optim.warmup_steps)
   return optax.join_schedules([warmup, schedule], [optim.warmup_steps])
 

@@ -2,7 +2,7 @@
 
 Training changes `params`: all weights or, with LoRA, adapters of `frozen`
 weights. Frozen weights are an argument of every compiled program, never a
-constant. The reference is the model without adapters, `params = {}`.
+constant. With LoRA the reference has no adapters, `params = {}`.
 """
 
 import dataclasses
@@ -37,15 +37,15 @@ class Policy(NamedTuple):
   lm: LM  # functions of the whole model's parameters
   tokenizer: Any  # a transformers tokenizer
   eos_ids: tuple[int, ...]  # ids that end a completion
-  pad_id: int  # id to pad with
+  pad_id: int  # token id of padding
   params: Params | None = None  # trained parameters; None before `with_weights`
   frozen: Params | None = None  # base model's parameters under adapters
   lora_scale: float = 0.0  # scale of the adapters
   shape: TransformerConfig | None = None  # sizes and options of the model
   vmappable: bool = True  # True if `jax.vmap` accepts the model's functions
-  teacher: "Policy | None" = None  # another model as the reference
+  teacher: "Policy | None" = None  # reference, if another model
   name: hub.Name | None = None  # name and commit on the Hub
-  ignore_keys: tuple[str, ...] = ()  # of `hf.read_config`
+  ignore_keys: tuple[str, ...] = ()  # for `hf.read_config`
   stop: StopTable | None = None  # stop strings
 
   @property
@@ -59,9 +59,9 @@ def find_model(
 ) -> pathlib.Path:
   """Returns the directory of a model, downloaded if necessary.
 
-  `path` is a model directory, a finished run, a .gguf file, an embedded model's
+  `path` is a model directory, a finished run, a .gguf file, a bundled model's
   name or, if no such path exists, ORG/NAME or ORG/NAME@REVISION on the Hugging
-  Face Hub, of which `files` are downloaded. ValueError without a model.
+  Face Hub, whose `files` are downloaded. ValueError if there is no model.
   """
   name = hub.parse(path)
   on_hub = name is not None and not hf.exists(path)
@@ -86,8 +86,8 @@ def open_policy(
   """Opens a model without its weights.
 
   See `find_model` for `path`, `transformer` for `remat` and `attention`, and
-  `hf.read_config` for `ignore_keys`; computation is in `dtype`. ValueError for
-  an unsupported config or tokenizer.
+  `hf.read_config` for `ignore_keys`; the model computes in `dtype`. ValueError
+  for an unsupported config or tokenizer.
   """
   path = pinned(path)
   directory = find_model(path, hub.TEXTS)
@@ -137,7 +137,7 @@ def check_positions(
 ) -> None:
   """Raises ValueError if texts may exceed a model's maximum position.
 
-  It only warns for scaled RoPE, whose limit may be the length before scaling.
+  Scaled RoPE gets a warning, as its limit may be the length before scaling.
   """
   hf_config = hf.read_config(directory, ignore_keys)
   limit = hf_config.get("max_position_embeddings") or math.inf
@@ -160,7 +160,7 @@ def with_weights(
 ) -> Policy:
   """Loads the weights as trainable parameters.
 
-  `shardings` maps abstract parameters to shardings; None is one device.
+  `shardings` maps abstract parameters to shardings; None uses one device.
   ValueError if the weights do not fit or the download fails.
   """
   directory = policy.directory
@@ -196,8 +196,8 @@ def jit(
 ) -> Callable[..., Any]:
   """Compiles a pure `function(lm, *args)` to `(*args) -> function(lm, *args)`.
 
-  `lm` takes the trained parameters; frozen weights are passed at every call.
-  In the options of `jax.jit`, the model is argument 0.
+  The parameters of `lm` are the trained ones; each call passes the frozen ones.
+  `options` are for `jax.jit`, where argument 0 is the model.
   """
 
   def call(frozen, *args, **kwargs):
@@ -206,7 +206,7 @@ def jit(
       lm = lora.adapt(lm, frozen, policy.lora_scale)
     return function(lm, *args, **kwargs)
 
-  # For logs and profiles; a partial function has no name of its own.
+  # Logs and profiles show the name, which a partial function lacks.
   call.__name__ = getattr(function, "func", function).__name__
   return functools.partial(jax.jit(call, **options), policy.frozen)
 
@@ -242,10 +242,10 @@ def whole_params(policy: Policy, params: Params) -> Params:
 def decode(
   policy: Policy, samples: Rollout, rows: slice = slice(None)
 ) -> list[list[str]]:
-  """Decodes the completions of these rows, [rows][G], without their ends.
+  """Decodes the completions of `rows`, [rows][G], without EOS or stop string.
 
-  Only the last turn of a trajectory is decoded, so that text of an environment
-  is never taken for an answer.
+  Decodes only the last turn of a trajectory, so that an environment's text is
+  never taken for an answer.
   """
   ids, mask, turns = jax.device_get(
     (samples.completion_ids, samples.completion_mask, samples.turns)

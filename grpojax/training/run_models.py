@@ -32,7 +32,7 @@ _TRIES = 20  # attempts to read checkpoints that a live run may delete
 
 
 def is_run(model: str) -> bool:
-  """Returns True for a run with a config, with or without checkpoints."""
+  """Returns True for a run with checkpoints or a finished model."""
   path = run_storage.local(model)
   finished = run_directory.is_finished(path)
   has_model = finished and run_directory.model_directory(path) != path
@@ -49,14 +49,14 @@ def load(
 ) -> tuple[policies.Policy, Params]:
   """Loads a policy and its parameters from a model or a run.
 
-  `name` is as for `policy.find_model`, or a run with checkpoints: the newest
-  is loaded, or with `best` the most accurate on held-out prompts. `model` is
+  `name` is a model of `policies.find_model`, or a run with checkpoints. A run's
+  newest checkpoint is loaded, or with `best` the most accurate one; `model` is
   ignored for a run. ValueError for missing or damaged files.
   """
   path = run_storage.local(name)
   if not run_directory.is_run(path):
     if best:
-      raise ValueError(f"--best: {name} is not a run with checkpoints")
+      raise ValueError(f"--best needs a run with checkpoints, not {name}")
     keys = model.ignore_keys
     policy = policies.open_policy(name, model.dtype, ignore_keys=keys)
     policy = policies.with_weights(policy)
@@ -80,8 +80,8 @@ def best_step(run: str | pathlib.Path) -> int:
   step = best_lib.step(progress.from_notes(notes).evaluations)
   if step not in steps:
     raise ValueError(
-      f"--best: {run} has no best checkpoint (checkpoint.best), only steps "
-      f"{steps}"
+      f"--best: {run} has no best checkpoint (checkpoint.best saves one), only "
+      f"steps {steps}: remove --best"
     )
   return step
 
@@ -95,9 +95,9 @@ def load_params(
 ) -> tuple[int, Params]:
   """Returns step and trained parameters (or adapters) of a checkpoint.
 
-  Loads the newest checkpoint, `step`, or with `best` the `best_step`, to the
-  first device by default. If a live run deletes it meanwhile, a newer one is
-  loaded. ValueError for a missing or damaged checkpoint.
+  Loads the checkpoint of `step`, the `best_step` (if `best`) or the newest one,
+  to the first device by default. If a live run deletes it meanwhile, it is
+  chosen again. ValueError for a missing or damaged checkpoint.
   """
   saved = run_storage.checkpoints(run)
   for attempt in itertools.count(1):
@@ -108,7 +108,7 @@ def load_params(
     except (FileNotFoundError, ValueError) as error:
       unchanged = checkpoint.complete(saved) == before
       damaged = isinstance(error, ValueError) and unchanged
-      if damaged or attempt == _TRIES:  # else the run deleted a listed one
+      if damaged or attempt == _TRIES:  # else a live run deleted it
         raise
       time.sleep(0.1)
 
@@ -124,18 +124,18 @@ def _read_params(run, settings: TrainSettings, step, device):
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params
   )
   if not run_directory.is_run(run):
-    raise ValueError(f"{run} has no checkpoints")
+    raise ValueError(f"{run} has no checkpoints: name another run")
   saved = run_storage.checkpoints(run)
   with checkpoint.open_checkpointer(saved, readonly=True) as checkpointer:
     if step is None:
       step = checkpoint.latest_step(checkpointer)
     if step is None:
-      raise ValueError(f"{run} has no complete checkpoint yet")
+      raise ValueError(f"{run} has no complete checkpoint yet: wait for one")
     return step, checkpoint.restore_policy(checkpointer, like, step)
 
 
 def host_device() -> jax.Device:
-  """Returns the host's device, since large models may not fit on others."""
+  """Returns the CPU device, since large models may not fit on accelerators."""
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:  # excluded by JAX_PLATFORMS
@@ -143,7 +143,7 @@ def host_device() -> jax.Device:
 
 
 def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
-  """Returns the directory of a model outside of runs, or None."""
+  """Returns the directory of a model; None for a run or without a model."""
   finished = run_directory.model_directory(path) != path
   if finished or run_directory.is_run(path):
     return None
@@ -154,7 +154,7 @@ def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def _base(settings: TrainSettings) -> tuple[str, str | None]:
-  """Returns path and Hub commit of the adapters' base model, for peft."""
+  """Returns the base model's path or name, and its Hub commit, for PEFT."""
   path = settings.model.path
   if gguf_directory.is_named(path):
     return path, None  # its path in the cache differs between machines
@@ -179,7 +179,7 @@ def export(
   checkpoint of `step`, the `best` or the newest one, or the model/ of a
   finished run without checkpoints. `adapter` exports LoRA adapters in PEFT's
   format. `dtype` None keeps the trained format. `ignore_keys` only apply to a
-  model. `out` appears when it is complete.
+  model to copy. `out` appears when it is complete.
   """
   path = run_storage.local(run)
   model = _plain_model(path)
@@ -198,14 +198,14 @@ def export(
   run_directory.say_added(path)
   disk.check_writable(out, "--out")
   if adapter and not rank:
-    raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
+    raise ValueError(f"--adapter needs a run with LoRA (lora.rank), not {run}")
   if best and step is not None:
     raise ValueError("give --best or --step, not both")
   finished = run_directory.model_directory(path)
   newest = step is None and not best
   if newest and not run_directory.is_run(path) and finished != path:
     if adapter:
-      raise ValueError(f"--adapter: {run} has no checkpoints, only its model")
+      raise ValueError(f"--adapter needs checkpoints: {run} has only a model")
     hf.save(out, hf.load_params(finished), finished, dtype=dtype)
     return f"the finished model of {run}"
   step, params = load_params(path, settings, step, host_device(), best)

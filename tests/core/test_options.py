@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.losses import kl as kl_lib
 from grpojax.core.losses import surrogates
@@ -85,7 +84,6 @@ def test_a_wrong_value_is_refused_with_the_help_text(declared, value, text):
   "kind, name, value, text",
   [
     (Sampling, "temperature", -1.0, "must be "),
-    (Decoding, "stages", 0, "must be 1 or more"),
     (UpdateOptions, "epochs", 0, "must be "),
     (Objective, "dual_clip", 0.5, "must be more than 1, or 0"),
     (Objective, "correction_high", 0.5, "must be 1 or more"),

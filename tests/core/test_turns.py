@@ -208,7 +208,7 @@ def test_trajectories_become_rows():
     ([[[Segment([1], ["a"])]]], "must be 1 log-probabilities"),
     ([[[Segment([1], reward=1.0), TURN]]], "give its reward to a turn"),
     ([[[Segment([1], [0.0], None)]]], "reward must be a number, not None"),
-    ([[[TURN] * 3]], "has 3 tokens, over length = 2"),
+    ([[[TURN] * 3]], "length = 2: must be an int of at least 3"),
     ([[TURN]], r"segments\[0\]\[0\] must be a list of Segment"),
     ([[[([1], [0.0])]]], "must be a list of Segment"),
   ],

@@ -152,7 +152,7 @@ def test_data_sets_of_the_hub(tmp_path):
 
 MAIN = {"configuration": "main"}
 REFUSED = [
-  ("train", "org/sums", {}, "data.options.configuration names one"),
+  ("train", "org/sums", {}, "data.options.configuration selects"),
   ("train", "org/sums", {"configuration": "x"}, "data.options.configuration"),
   ("test", "org/lines", {}, "no split 'test', but ['train']: set data.opt"),
   ("train", "org/none", {}, "no data set 'org/none' with a revision 'main'"),
@@ -166,14 +166,14 @@ REFUSED = [
 
 @pytest.mark.parametrize("path", ["", "gsm8k", "json", "../x", "a/b/c", "/a/b"])
 def test_paths_must_be_names_of_the_hub(path):
-  with pytest.raises(ValueError, match="ORG/NAME of the Hub"):
+  with pytest.raises(ValueError, match="ORG/NAME of a data set"):
     datasets.load(datasets.HUB, "train", path, {"size": 3})
 
 
 def test_local_paths_are_refused(tmp_path, monkeypatch):
   (tmp_path / "org/sums").mkdir(parents=True)
   monkeypatch.chdir(tmp_path)
-  with pytest.raises(ValueError, match="is a local path: read it by data.name"):
+  with pytest.raises(ValueError, match="is a local path: set data.name"):
     datasets.load(datasets.HUB, "train", "org/sums")
 
 

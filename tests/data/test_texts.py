@@ -40,7 +40,7 @@ def test_the_loss_counts_solutions_and_optionally_prompts():
   assert both[1] == ([], [*encode("f>gh"), 0])
   with pytest.raises(ValueError, match="all 3 texts have more than 4 tokens"):
     encoded(longest=4)
-  with pytest.raises(ValueError, match="without a solution"):
+  with pytest.raises(ValueError, match="has no solution"):
     encoded([{"prompt": "a"}], longest=9)
 
 
@@ -85,5 +85,5 @@ def test_rows_are_filled_one_after_another():
   assert [row.max() for row in second.segments] == [2, 1]
   second.ids[:] = 9  # batches are separate arrays
   assert first.ids.max() == 7
-  with pytest.raises(ValueError, match="text has 11 tokens, but a row 10"):
+  with pytest.raises(ValueError, match="text has 11 tokens, but rows have 10"):
     list(texts_lib.pack(iter([([1] * 5, [1] * 6)]), rows=1, length=10))

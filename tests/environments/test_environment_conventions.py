@@ -67,10 +67,10 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
     (Step(IMAGE), "the observation [{'role': 'user', 'content': [{"),
     (Step(done="False"), "done='False'"),
     (Step(info=[1]), "info=[1]: use a dict"),
-    (Step("x" * 10**7), "an observation of 10000002 bytes, above 1048576"),
-    (Step(state=object()), "a state, not JSON"),
-    (Step(state=float("nan")), "a state, not JSON"),
-    (Step(state="x" * 2**22), "a state of 4194306 bytes, above 4194304"),
+    (Step("x" * 10**7), "an observation of 10000002 bytes, limit 1048576"),
+    (Step(state=object()), "a state that is not JSON"),
+    (Step(state=float("nan")), "a state that is not JSON"),
+    (Step(state="x" * 2**22), "a state of 4194306 bytes, limit 4194304"),
   ],
 )
 def test_invalid_answers_are_refused(answer, reason):

@@ -77,7 +77,7 @@ def test_a_header_is_read(tmp_path):
 def test_truncated_files_are_refused(tmp_path):
   data = whole(KEYS, TENSORS, DATA)
   for size in range(len(data)):
-    with pytest.raises(ValueError, match="model.gguf is no GGUF file"):
+    with pytest.raises(ValueError, match="model.gguf is no readable GGUF"):
       read(tmp_path, data[:size])
 
 
@@ -96,8 +96,8 @@ def array(kind, count, data=b""):
     (whole([struct.pack("<Q", 2**63) + b"a"]), "cut off or damaged"),
     (whole(array(U8, HUGE)), "cut off or damaged"),
     (whole(array(TEXT, HUGE)), "cut off or damaged"),
-    (whole(array(ARRAY, 1, struct.pack("<IQ", U8, 0))), "the unknown type 9"),
-    (whole([key("a", U8, b"1")] * 2), "its a appears twice"),
+    (whole(array(ARRAY, 1, struct.pack("<IQ", U8, 0))), "of unknown type 9"),
+    (whole([key("a", U8, b"1")] * 2), "key or tensor a appears twice"),
     (whole([key("a", TEXT, text(b"\xc3"))]), "codec can't decode"),
     (whole([key("general.alignment", U32, bytes(4))]), "alignment is 0"),
     (whole([], [tensor("x", [])]), "x has 0 dimensions"),
@@ -105,7 +105,7 @@ def array(kind, count, data=b""):
     (whole([], [tensor("x", [0, 2])]), OUTSIDE),
     (whole([], [tensor("x", [32, 2**58], Q8_0)]), OUTSIDE),
     (whole([], [tensor("x", [2**62], Q8_0)]), r"x \[.* cannot be read"),
-    (whole([], [tensor("x", [33, 2], Q8_0)]), "33 values are no multiple"),
+    (whole([], [tensor("x", [33, 2], Q8_0)]), "33 values is no multiple"),
     (whole([], [tensor("x", [2, 2], 24)]), "I8 is not yet implemented"),
     (whole([], [tensor("x", [2, 2], 9999)]), "9999 is not a valid"),
     (whole([], [tensor("x", [2], offset=2**63)], DATA), OUTSIDE),
@@ -117,7 +117,7 @@ def array(kind, count, data=b""):
 )
 def test_damage_is_refused_quickly(tmp_path, data, message):
   began = time.process_time()
-  with pytest.raises(ValueError, match=f"no GGUF file to read: .*{message}"):
+  with pytest.raises(ValueError, match=f"no readable GGUF file: .*{message}"):
     read(tmp_path, data)
   assert time.process_time() - began < 2  # no loop to 2**60
 

@@ -213,7 +213,7 @@ def test_adapters_that_peft_would_skip_are_refused(tmp_path):
   targets = "layers/(q|expert_(gate|up))"
   partial = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
   for adapters, message in (
-    (partial, "of only expert_gate and expert_up"),
+    (partial, "of expert_gate and expert_up alone"),
     ({}, "no adapters to save"),
   ):
     with pytest.raises(ValueError, match=message):

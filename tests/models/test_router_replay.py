@@ -236,7 +236,7 @@ def test_wrong_experts_are_refused(tiny):
   for args, options, message in (
     ((lm, nothing, replay), {}, "record them with rollout"),
     ((lm, cut, replay), {}, r"\[B, G, T, X\] .* not uint8 \(3, 4, 15"),
-    ((other, recorded, trainer), by_trainer, "6 experts a token .* 2 layers"),
+    ((other, recorded, trainer), by_trainer, "6 experts per token .* 2 layers"),
     ((tiny.lm, recorded, replay), {}, "needs a model with experts"),
   ):
     model, samples, objective = args

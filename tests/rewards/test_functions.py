@@ -37,7 +37,7 @@ def test_a_reward_can_be_in_a_module(tmp_path, monkeypatch):
     ),
     ("length", {"target": -1}, "must be 0 or more"),
     ("overlong", {"cache": 0}, "must be positive"),
-    ("format", {"tags": ["a", "a"]}, "give at least one, each once"),
+    ("format", {"tags": ["a", "a"]}, "list at least one tag, each once"),
   ],
 )
 def test_wrong_names_and_options_are_refused(name, options, message):

@@ -256,7 +256,7 @@ def test_the_pool_gives_up_a_batch_that_always_hangs(workers):
   with Pool([BEHAVE], workers=workers, timeout=0.1) as pool:
     errors = reasons(compute(pool, *["sleep"] * 30))
     assert errors[: pool.patience] == ["no result after 0.1 s"] * 8
-    assert set(errors[8:]) == {"not tried: 8 in a row had no result"}
+    assert set(errors[8:]) == {"not tried: 8 jobs in a row had no result"}
     if not workers:
       return
     # A result in between resets the count, and so does a new batch.

@@ -95,7 +95,7 @@ def test_messages_keep_one_system_message():
 
 TWICE = {"prompt": TURNS[:1] * 2}
 ALTERNATE = "must alternate.*'user', 'user'"
-NO_TEMPLATE = "has no chat template"
+NO_TEMPLATE = "need a chat template"
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_values_are_not_evaluated(tmp_path):
     ("--config.optim.schedule.x=1", "unknown flag --config.optim.schedule.x"),
     # absl would read more flags from a file.
     ("--flagfile=flags.txt", "unknown flag --flagfile;"),
-    ("--data.options.a=1 --data.options.a.b=2", "a.b: a is no section, but 1"),
+    ("--data.options.a=1 --data.options.a.b=2", "a has no fields: it is 1"),
     ("--data.options.a.b=2 --data.options.a=1", "options.a is a section"),
     ("--config.group_size=autos", "group_size=8 or auto (completions p"),
     ("--steps=0", "--steps=0: must be 1 or more (that are timed)"),
@@ -208,7 +208,7 @@ def test_a_word_without_a_name():
   for argv in (("runs/x", "--out=y"), ("--out", "y", "runs/x")):
     assert values(*argv).to_dict() == {"model": "runs/x", "out": "y"}
   for argv in (("a", "b"), ("a", "--model=b"), ("--model", "b", "a")):
-    with pytest.raises(ValueError, match="unexpected .*--model is given alre"):
+    with pytest.raises(ValueError, match="unexpected .*--model is set already"):
       values(*argv)
 
 

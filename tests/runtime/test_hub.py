@@ -111,12 +111,12 @@ def test_errors_name_a_remedy(served, monkeypatch):
   monkeypatch.setenv("HF_TOKEN", TOKEN)
   refused("no such path here, and the Hub.*hf auth", name=hub.Name("runs/x"))
   refused("no revision 'v9'", name=hub.Name(ID, "v9"))
-  refused("is no name of the Hub", name=hub.Name("../x"))
+  refused("is not a name on the Hub", name=hub.Name("../x"))
   served.gated.add(ID)
   refused("is gated: accept its terms at https://huggingface.co/org/tiny-1.5B")
   served.gated.clear()
   served.tokens[ID] = "another"
-  refused("if it is private, give its token by `hf auth login` or HF_TOKEN")
+  refused("if it is private, give its token with `hf auth login` or HF_TOKEN")
   served.tokens[ID] = TOKEN
   assert hub.commit(NAME) == COMMIT and TOKEN in served.seen
   shutil.rmtree(constants.HF_HUB_CACHE)

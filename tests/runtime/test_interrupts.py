@@ -39,7 +39,7 @@ def test_the_first_sigterm_is_recorded_and_the_second_kills(capfd):
     send(signal.SIGTERM)
     assert requested() and requested(together=True)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-  assert capfd.readouterr().err.startswith("SIGTERM: ends when")
+  assert capfd.readouterr().err.startswith("SIGTERM: ends after")
   assert interrupts.EXIT_PREEMPTED == 75 == os.EX_TEMPFAIL
 
 

@@ -91,7 +91,7 @@ def test_added_tokens_may_have_ids_beyond_the_model(tmp_path, capsys):
   load(101)
   assert not capsys.readouterr().out
   loaded = load(100)
-  assert "'<image>' (100)), and the model has 100" in capsys.readouterr().out
+  assert "'<image>' (100)), but the model has 100" in capsys.readouterr().out
   prompt = "1<image>"  # letters, like any control token's name in a prompt
   ids = made.encode("1<", add_special_tokens=False)
   assert tokenization.encode_prompt(loaded, prompt)[1][:2] == ids

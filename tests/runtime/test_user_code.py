@@ -87,7 +87,7 @@ def test_a_file_in_a_package_is_its_module(write):
   elsewhere = write(more__ours__init="", more__ours__inner__init="")
   other = elsewhere / "more" / "ours" / "inner" / "reward.py"
   other.write_text("VALUE = 6")
-  with pytest.raises(ImportError, match="is ours.inner.reward already"):
+  with pytest.raises(ImportError, match="is imported as ours.inner.reward"):
     user_code.load(str(other))
 
 

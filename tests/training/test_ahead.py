@@ -74,7 +74,7 @@ def test_steps_ahead_equal_a_loop_that_samples_with_older_parameters(opened):
     key = jax.random.fold_in(by_hand.key, s)
     params = now if older is None else older
     drawing = step.sample_and_reward(params, prompts, examples, key, Timer())
-    drawn = pending_lib.of_examples(*play_together(drawing)[0], examples)
+    drawn = pending_lib.make_pending(*play_together(drawing)[0], examples)
     by_hand, row, *_ = step(by_hand, prompts, examples, pending=drawn)
     older = now
     expected.append(row)

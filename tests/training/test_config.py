@@ -111,7 +111,7 @@ REFUSED = [
   ("group_size=auto", "needs diagnostics: use 1 or more"),
   # Rewards.
   ("reward.functions=() reward.weights=()", "at least one"),
-  ("reward.functions=a,a reward.weights=1,1", "names must differ"),
+  ("reward.functions=a,a reward.weights=1,1", "names a function twice: remove"),
   ("reward.weights=1,2", "must be finite numbers, one for each"),
   ("reward.on_device reward.functions=math_answer", "scores token ids: use"),
   ("reward.on_device mesh.sampling_tensor=2", "mesh.sampling_tensor = 2:"),
@@ -123,7 +123,7 @@ REFUSED = [
   (f"{AHEAD} {FILTERED}", "filter_groups.enable = True"),
   (f"{AHEAD} difficulty.priority=spread", "difficulty.priority ="),
   (f"sampling.ahead=1 optim.epochs=2 {AUTO}", "sampling.ahead = 1: group_size"),
-  ("mesh.sampling_devices=4", "sampling_devices = 4: devices would wait"),
+  ("mesh.sampling_devices=4", "sampling_devices = 4: these devices would"),
   (f"{AHEAD} mesh.sampling_devices=4 environment.path=x.py", "with an env"),
   # Environments.
   (RETURN, "set environment.path"),
@@ -160,7 +160,7 @@ REFUSED = [
   ("difficulty.target=0.5,1", "inside (0, 1)"),
   ("difficulty.importance_weights", "no priorities to correct for: use False"),
   (f"{BY_DIFFICULTY} reward.on_device", "priority = 'varies': the step is one"),
-  (f"{WEIGHTED} diagnostics.every=5", "weights = True: the diagnosis has no"),
+  (f"{WEIGHTED} diagnostics.every=5", "weights = True: the diagnosis ig"),
 ]
 
 

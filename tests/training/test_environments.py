@@ -308,7 +308,11 @@ def test_chat_and_evaluate_play_the_environment(
     ("2+2", [{"role": "user", "content": "hint"}], "Q: 2+2|hint"),
     ([{"role": "user", "content": "2+2"}], "hint", "2+2\n\nhint"),
     ([{"role": "user", "content": "a" * 90}], "hint", "raise data.max_pro"),
-    ([{"role": "assistant", "tool_calls": []}], "hint", "has none: {'role'"),
+    (
+      [{"role": "assistant", "tool_calls": []}],
+      "hint",
+      "has no text .*change {'role'",
+    ),
   ],
 )
 def test_the_observation_of_reset_is_appended_to_the_prompt(

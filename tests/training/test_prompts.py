@@ -234,5 +234,5 @@ def test_a_prompt_without_tokens_is_refused():
   lengths = functools.partial(splits_lib.prompt_lengths, encode=encode, most=99)
   values = lengths(EXAMPLES, check_signals=lambda: None)
   np.testing.assert_array_equal(values, [1, 2, 3, 4, 5] * 2)
-  with pytest.raises(ValueError, match="example 10: a prompt without tokens"):
+  with pytest.raises(ValueError, match="example 10: the prompt .* no tok"):
     lengths([*EXAMPLES, {"prompt": ""}], check_signals=lambda: None)

@@ -132,7 +132,7 @@ def test_other_directories_are_not_copied(url, fs, put, monkeypatch):
     run_storage.local(url)
   put(checkpoints__100__data="terabytes")
   monkeypatch.setattr(type(fs), "get_file", None)
-  with pytest.raises(ValueError, match="neither empty nor a mod"), opened(url):
+  with pytest.raises(ValueError, match="has files but no"), opened(url):
     pass
 
 

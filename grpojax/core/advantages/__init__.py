@@ -2,7 +2,7 @@
 
 Each function maps rewards [..., G] to advantages [..., G]. With scores s_i =
 grad log pi(Y_i | x) and rewards Z_i, (1/G) sum_i s_i A_i estimates g(x) = E[s
-Z] (arXiv 2603.01162). docs/objectives.md says when to use which:
+Z] (arXiv 2603.01162). docs/objectives.md says when to use which.
 
 | function        | A_i                              | mean of the estimator  |
 |-----------------|----------------------------------|------------------------|
@@ -18,20 +18,19 @@ Z] (arXiv 2603.01162). docs/objectives.md says when to use which:
 | beta_binomial   | all prompts (`baselines`)        |                        |
 | length_weighted,| Z_i - a weighted mean of the     | g                      |
 | score_weighted, | group's other rewards            |                        |
-| optimal_token_  | the same for each token,         | g                      |
+| optimal_token_  | Z_i - a weighted mean per token, | g                      |
 | baseline        | [..., G, T]                      |                        |
 | max_at_k,       | best or worst of k (`subsets`)   | grad of E max, E min   |
 | min_at_k        |                                  |                        |
 | max_rl          | sum_{j <= k} max_at_j / j        | k terms of grad log V  |
 | pairwise_rank   | mean_{j != i} sign(Z_i - Z_j)    | grad of wins - losses  |
 
-To add an advantage, enter it in `ADVANTAGES` (docs/development.md); it raises
-ValueError, from shapes alone, if the group or batch is too small.
+To add an advantage, enter it in `ADVANTAGES` (docs/development.md). It must
+raise ValueError, from shapes alone, if the group or batch is too small.
 
 Rewards have any real dtype; integers, booleans and half precision become
 float32. Advantages are in units of the reward unless the function says
-otherwise. If a function subtracts only rewards of the group itself (not
-`vanilla`, `oracle` and pooled baselines), equal rewards give exactly 0.
+otherwise; those in `WITHIN_GROUPS` are exactly 0 in a group of equal rewards.
 Gradients with respect to rewards are finite. A sample whose reward is nan or
 infinite counts as not drawn: its advantage is 0.
 """
@@ -119,9 +118,9 @@ def batch_std(
   """Group-centred reward divided by its standard deviation in the batch.
 
   (Z_i - mean_j Z_j) / (std + epsilon), unitless. As the batch grows, this
-  common scale becomes a constant, and only dr_grpo's factor (G - 1) / G is left
-  of the bias (REINFORCE++ with baseline, arXiv 2501.03262). G >= 2; all axes
-  but the last are the whole batch: neither a shard nor a part, without padding
+  common scale becomes a constant, and the only remaining bias is dr_grpo's
+  factor (G - 1) / G (REINFORCE++ with baseline, arXiv 2501.03262). G >= 2; the
+  rewards must be a whole batch, not a shard or micro-batch, without padding
   rows. Epsilon is in units of the reward.
   """
   rewards = as_float(rewards, "batch_std", least=2)
@@ -137,10 +136,10 @@ def reinforce_plus_plus(
 ) -> Float[Array, "*B G"]:
   """Reward standardised over all tokens of the batch, across prompts.
 
-  (Z_i - m) / sqrt(s^2 + 1e-8), m and s^2 the mean and the sample variance of
-  rewards that count once per token (`lengths`), as in verl (REINFORCE++, arXiv
-  2501.03262, without its KL term). A prompt's difficulty adds noise. G >= 1;
-  the batch is as in `batch_std`.
+  (Z_i - m) / sqrt(s^2 + 1e-8), where m and s^2 are the mean and sample variance
+  of rewards that count once per token (`lengths`), as in verl (REINFORCE++,
+  arXiv 2501.03262, without its KL term). Differences in difficulty between
+  prompts add noise. G >= 1; needs a whole batch, like `batch_std`.
   """
   rewards = as_float(rewards, "reinforce_plus_plus", least=1)
   tokens = jnp.where(present(rewards), lengths, 0).astype(rewards.dtype)
@@ -154,8 +153,8 @@ def reinforce_plus_plus(
 
 
 def _divide_by_std(deviations: Array, variance: Array, epsilon: float) -> Array:
-  # Another `where` before the root, whose infinite slope at 0 would make the
-  # gradient 0 * inf = nan.
+  # The inner `where` keeps 0 out of the root, whose infinite slope there would
+  # make the gradient 0 * inf = nan.
   varies = variance > 0
   std = jnp.sqrt(jnp.where(varies, variance, 1.0))
   return jnp.where(varies, deviations / (std + epsilon), 0.0)
@@ -189,7 +188,7 @@ OF_SUBSETS = {
   name: ADVANTAGES[name]
   for name in ("max_at_k", "min_at_k", "max_rl", "pairwise_rank")
 }
-"""Advantages of subsets, whose importance weights would be products."""
+"""Advantages of subsets, which need products of importance weights."""
 
 SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
-"""`leave_one_out` times a number per batch, for `statistics.group_size`."""
+"""Advantages that are `leave_one_out` times one number for the whole batch."""

@@ -1,8 +1,8 @@
 """Baselines pooled over prompts, for better estimates of a prompt's value.
 
 A sample's own reward stays out of its baseline, so estimators stay unbiased.
-All axes but the last are the prompts of a whole batch: neither a shard nor a
-micro-batch, without padding rows.
+Rewards must be those of a whole batch, not of a shard or micro-batch, without
+padding rows.
 """
 
 import jax
@@ -19,8 +19,8 @@ from grpojax.core.group_axis import (
   sum_of_others,
 )
 
-# Beta(alpha, beta) priors of `beta_binomial`: 15 means by 10 concentrations
-# alpha + beta, from rates near 0 or 1 to nearly equal rates.
+# Grid of Beta(alpha, beta) priors, 15 means by 10 concentrations alpha + beta:
+# low sums put success rates near 0 or 1, high sums make them nearly equal.
 _MEANS = (np.arange(15) + 0.5) / 15
 _CONCENTRATIONS = np.logspace(-0.5, 2.5, 10)
 _ALPHA = np.outer(_MEANS, _CONCENTRATIONS).ravel()
@@ -31,12 +31,11 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Reward minus the leave-one-out mean shrunk towards other prompts' mean.
 
   A = Z_{b,i} - (1 - w_b) mean_{j != i} Z_{b,j} - w_b (mean of other prompts),
-  w_b = n / (n + t2), n = s2 / (G - 1), a James-Stein estimate. s2 (the variance
-  within a group) and t2 (the variance of the prompts' values: of their means,
-  less s2 / G, at least 0) are estimated from the *other* prompts; w = 0 if none
-  of their groups varies (arXiv 2511.03710, with the sample and its prompt left
-  out). Equal rewards in a batch that varies are not 0. ValueError if G < 2, or
-  for fewer than 3 prompts.
+  w_b = v / (v + t2), v = s2 / (G - 1), a James-Stein estimate. s2 is the
+  variance within groups, t2 the variance of the prompts' values (of their means
+  less s2 / G, at least 0). Unlike in arXiv 2511.03710, both are estimated from
+  the *other* prompts; w_b = 0 if none of their groups varies. Equal rewards do
+  not give 0 if other groups vary. ValueError if G < 2 or B < 3.
   """
   rewards = as_float(rewards, "shrinkage", least=2)
   rows = rewards.reshape(-1, rewards.shape[-1])
@@ -47,38 +46,38 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
     )
   rewarded = present(rows)  # [B, G]
   counts = count(rows)[:, 0]  # [B]
-  # Relative to a reward of the batch, so equal rewards become exact zeros.
+  # Subtract a reward of the batch, so equal rewards become exact zeros.
   origin = rows.ravel()[jnp.argmax(rewarded)]
   moved = jnp.where(rewarded, jnp.where(rewarded, rows, 0) - origin, 0)
   means = jnp.sum(moved, -1) / jnp.maximum(counts, 1)
   squares = jnp.sum(centred(rows) ** 2, -1)  # of deviations
   # Estimates for each prompt from all other prompts.
-  known = (counts > 0).astype(counts.dtype)  # prompts with a mean
-  spread_out = (counts > 1).astype(counts.dtype)  # and with a variance
-  others = sum_of_others(known)
+  has_mean = (counts > 0).astype(counts.dtype)  # prompts with a mean
+  has_variance = (counts > 1).astype(counts.dtype)  # prompts with a variance
+  others = sum_of_others(has_mean)
   # s2: the mean of the other prompts' variances within their groups.
-  within = sum_of_others(squares / jnp.maximum(counts - 1, 1) * spread_out)
-  within = within / jnp.maximum(sum_of_others(spread_out), 1)
-  pooled = sum_of_others(means * known) / jnp.maximum(others, 1)
+  within = sum_of_others(squares / jnp.maximum(counts - 1, 1) * has_variance)
+  within = within / jnp.maximum(sum_of_others(has_variance), 1)
+  pooled = sum_of_others(means * has_mean) / jnp.maximum(others, 1)
   # t2: the variance of the other prompts' means, less the part due to noise.
-  # B x B numbers: "total minus own" would keep an outlier's rounding.
+  # B x B numbers, because "total minus x_b" would keep an outlier's rounding.
   different = ~jnp.eye(len(counts), dtype=bool)
-  distances = known * different * (means - pooled[:, None]) ** 2
+  distances = has_mean * different * (means - pooled[:, None]) ** 2
   spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)
-  inverse = sum_of_others(known / jnp.maximum(counts, 1))
-  inverse = inverse / jnp.maximum(others, 1)  # the mean of 1 / n
+  inverse = sum_of_others(has_mean / jnp.maximum(counts, 1))
+  inverse = inverse / jnp.maximum(others, 1)  # the mean of 1 / count
   between = jnp.maximum(spread - within * inverse, 0)
   # With fewer than two other prompts, s2 = 0 selects the group's own mean.
   within = jnp.where(others > 1, within, 0)
-  # w, with numerator and denominator multiplied by n - 1, which may be 0.
+  # w_b, with numerator and denominator times count - 1, which may be 0.
   total = within + between * (counts - 1)
   weight = jnp.where(total > 0, within / jnp.where(total > 0, total, 1), 0)
   # The only sample of a prompt has the pooled mean as its baseline.
-  lonely = counts == 1
-  weight = jnp.where(lonely, 1, weight)[:, None]
+  single = counts == 1
+  weight = jnp.where(single, 1, weight)[:, None]
   others_mean = sum_of_others(moved) / jnp.maximum(counts - 1, 1)[:, None]
-  left_out = jnp.where(lonely[:, None], moved, minus_others(rows))
-  advantages = left_out - weight * (pooled[:, None] - others_mean)
+  leave_one_out = jnp.where(single[:, None], moved, minus_others(rows))
+  advantages = leave_one_out - weight * (pooled[:, None] - others_mean)
   # Without rewards of other prompts there is no pooled mean.
   advantages = jnp.where(others[:, None] > 0, advantages, minus_others(rows))
   return jnp.where(rewarded, advantages, 0).reshape(rewards.shape)
@@ -87,16 +86,16 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Reward minus the Bayesian estimate of the prompt's success rate.
 
-  For binary rewards. Success rates are draws of a Beta(alpha, beta), itself
-  uniform over a fixed grid of 150. The baseline of sample (b, i) is the mean of
-  its prompt's rate given every reward of the batch but Z_{b,i}:
+  For binary rewards. The model: success rates are drawn from a Beta(alpha,
+  beta), which is uniform over a fixed grid of 150. The baseline of sample (b,
+  i) is the mean of its prompt's rate given the batch's rewards except Z_{b,i}:
 
     sum_grid p (alpha + S) / (alpha + beta + G - 1),  S = sum_{j != i} Z_{b,j},
 
-  p proportional to the beta-binomial likelihood of these rewards. It is
-  unbiased for any rewards: the baseline clips them to [0, 1] and counts
-  fractions as parts of a success. G >= 2; memory for B G 150 numbers. Equal
-  rewards do not quite give 0.
+  where p is proportional to the beta-binomial likelihood of those rewards. It
+  is unbiased for any rewards: the baseline clips them to [0, 1] and counts
+  fractions as parts of a success. G >= 2; takes memory for B G 150 numbers.
+  Equal rewards give advantages near 0, not exactly 0.
   """
   rewards = as_float(rewards, "beta_binomial", least=2)
   group_size = rewards.shape[-1]
@@ -111,18 +110,18 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   table = jnp.asarray(table, rows.dtype)
 
   def log_marginal(successes, trials):
-    """Over the grid: [..., 150]; linear between whole numbers of successes."""
+    """Returns log-likelihoods [..., 150], linear between whole successes."""
     below = jnp.clip(jnp.floor(successes), 0, jnp.maximum(trials - 1, 0))
     part = jnp.clip(successes - below, 0, 1)[..., None]
     below = below.astype(int)
     return table[trials, below] * (1 - part) + table[trials, below + 1] * part
 
-  of_prompt = log_marginal(jnp.sum(rows, -1), counts)
-  of_others = sum_of_others(of_prompt.T).T
+  prompt_loglik = log_marginal(jnp.sum(rows, -1), counts)
+  others_loglik = sum_of_others(prompt_loglik.T).T
   successes = sum_of_others(rows)
   others = jnp.maximum(counts - 1, 0)[:, None]
-  of_group = log_marginal(successes, others)
-  weights = jax.nn.softmax(of_others[:, None] + of_group, -1)
+  group_loglik = log_marginal(successes, others)
+  weights = jax.nn.softmax(others_loglik[:, None] + group_loglik, -1)
   alpha = jnp.asarray(_ALPHA, rows.dtype)
   total = jnp.asarray(_ALPHA + _BETA, rows.dtype) + others[..., None]
   rates = (alpha + successes[..., None]) / total
@@ -133,7 +132,7 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 def _log_marginals(trials: int) -> np.ndarray:
   """Beta-binomial log-likelihoods [trials + 1, 150] of 0 .. trials successes.
 
-  Up to a constant per row: each row's largest is 0.
+  A constant is subtracted from each row, so that its largest entry is 0.
   """
 
   def rising(start):  # log of start (start + 1) ... (start + n - 1)

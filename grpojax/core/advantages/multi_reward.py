@@ -5,10 +5,10 @@
 | sum_then_normalize | Z_i = sum_k w_k Z_ki, the weighted sum                |
 | normalize_then_sum | sum_k w_k (Z_ki - mean_j Z_kj) / std_j Z_kj (GDPO)    |
 
-In the sum, rewards with a wide spread dominate. Normalised first, each reward
-counts by its weight whatever its scale, but prompts are weighted as by
-`advantages.grpo`. GDPO (arXiv 2601.05242) divides the result by its deviation
-over the batch: use the advantage `batch_std`.
+In `sum_then_normalize` rewards with a wide spread dominate. In the other each
+reward counts by its weight, whatever its scale, but prompts are weighted as in
+`advantages.grpo`. For GDPO (arXiv 2601.05242), which also divides the result by
+its deviation over the batch, use the advantage `batch_std`.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ def normalize_then_sum(
   *,
   epsilon: float = 1e-6,
 ) -> Float[Array, "*B G"]:
-  """Weighted sum of rewards that are each normalised in their group.
+  """Weighted sum of rewards, each normalised within its group.
 
-  As TRL's "normalize_then_sum" before its batch normalisation: without unit,
-  and each group sums to 0. A missing value (nan) counts as 0, its function's
-  mean; the result is nan if all are missing. `epsilon` is added to standard
-  deviations. ValueError if G < 2, or unless there is one weight per function.
+  Equals TRL's "normalize_then_sum" before its batch normalisation: unitless,
+  and each group sums to 0. A missing value (nan) counts as its function's mean
+  in the group; the result is nan if all are missing. `epsilon` is added to
+  standard deviations. ValueError if G < 2 or the number of weights is wrong.
   """
   values = as_float(values, "normalize_then_sum", least=2)
   weights = jnp.asarray(weights, values.dtype)
@@ -48,4 +48,4 @@ AGGREGATIONS = {
   "sum_then_normalize": None,
   "normalize_then_sum": normalize_then_sum,
 }
-"""Names as in TRL; None: the pool of reward functions computes the sum."""
+"""Aggregations by TRL's names. None: the reward pool computes the sum."""

@@ -20,8 +20,8 @@ from grpojax.core.group_axis import as_float, count, present
 def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   """Advantages for the best of k samples; for binary rewards, pass@k.
 
-  With z_(1) <= ... <= z_(G) the group in order and gap_r = z_(r) - z_(r-1), a
-  maximum is z_(1) plus the gaps below it, so for the sample of rank rho
+  Let z_(1) <= ... <= z_(G) be the sorted rewards and gap_r = z_(r) - z_(r-1). A
+  maximum is z_(1) plus the gaps below it, so the sample of rank rho has
 
     A = sum_{r <= rho} a_r gap_r + sum_{r > rho} b_r gap_r,
     a_r = k C(r-1, k) / C(G-1, k),
@@ -36,13 +36,12 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
 
 
 def max_rl(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
-  """Advantages for sum_{j <= k} (1 / j) E max of j: MaxRL (arXiv 2602.02710).
+  """Advantages for MaxRL's objective, sum_{j <= k} E[max of j rewards] / j.
 
-  For binary rewards the objective is the sum of pass@j / j, whose gradient
-  tends to grad log V as k grows: prompts that are rarely solved count most. k =
-  G - 1 gives the paper's (Z_i - mean Z) / mean Z (0 if no sample is right), so
-  the paper's form is unbiased for the first G - 1 terms. ValueError if k < 1 or
-  G <= k.
+  For binary rewards it is the sum of pass@j / j, whose gradient tends to grad
+  log V as k grows: prompts that are rarely solved count most. k = G - 1 gives
+  the form of arXiv 2602.02710, (Z_i - mean Z) / mean Z (0 if no sample is
+  right): unbiased for the first G - 1 terms. ValueError if k < 1 or G <= k.
   """
   rewards = _checked(rewards, "max_rl", k)
   return _sum_gaps(rewards, *_max_rl_weights(rewards.shape[-1], k))
@@ -50,15 +49,15 @@ def max_rl(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
 
 @functools.cache
 def _max_rl_weights(group_size: int, k: int) -> np.ndarray:
-  """Tables of `max_rl`, [2, n, r - 2]: sums of `_gap_weights` / j, j <= k."""
+  """Tables for `max_rl`, [2, n, r - 2]: sum_{j <= k} of `_gap_weights` / j."""
   weights = (np.array(_gap_weights(group_size, j)) / j for j in range(1, k + 1))
   tables = sum(weights)
-  tables[:, : k + 1] = 0  # groups of too few rewards
+  tables[:, : k + 1] = 0  # groups with too few rewards
   return tables
 
 
 def _sum_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
-  """Returns advantages that are sums of gaps, by `_gap_weights`."""
+  """Returns advantages: sums of gaps with the weights of `_gap_weights`."""
   rewarded = present(rewards)
   n = jnp.sum(rewarded, -1)
   # Missing rewards go to the end, equal to the best, so they add no gap.
@@ -67,7 +66,7 @@ def _sum_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
   filled = jnp.where(rewarded, rewards, jnp.where(n[..., None] > 0, best, 0))
   ascending = jnp.take_along_axis(filled, order, -1)
   gaps = ascending[..., 1:] - ascending[..., :-1]
-  # Each group takes the row of its number of rewards: [*B, G - 1].
+  # Look up each group's weights by its number of rewards: [*B, G - 1].
   below, above = (jnp.asarray(x, gaps.dtype)[n] for x in (below, above))
   axis = gaps.ndim - 1
   end = jnp.zeros_like(ascending[..., :1])
@@ -83,7 +82,7 @@ def _sum_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
 def min_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   """Advantages for the worst of k samples: -max_at_k(-Z).
 
-  For binary rewards: the probability that k samples are all right.
+  For binary rewards the objective is the probability that all k are right.
   """
   return -max_at_k(-_checked(rewards, "min_at_k", k), k=k)
 
@@ -92,15 +91,15 @@ def pairwise_rank(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Share of the group that a sample beats, minus the share it loses to.
 
   A_i = mean_{j != i} sign(Z_i - Z_j), in [-1, 1], unbiased for the gradient of
-  E sign(Z - Z'), Z' the reward of a frozen copy of the policy. Invariant to
-  increasing transformations of the rewards; for binary rewards it is
-  `leave_one_out`. G >= 2; its gradient with respect to rewards is 0.
+  E sign(Z - Z'), where Z' is the reward of a frozen copy of the policy. It is
+  invariant to increasing transformations of the rewards; for binary rewards it
+  is `leave_one_out`. G >= 2; its gradient with respect to rewards is 0.
   """
   rewards = as_float(rewards, "pairwise_rank", least=2)
-  mine = rewards[..., :, None]
-  theirs = rewards[..., None, :]
-  wins = jnp.sum(mine > theirs, -1) - jnp.sum(mine < theirs, -1)
+  sample = rewards[..., :, None]
+  rival = rewards[..., None, :]
   # Comparisons with nan (a missing reward) are false.
+  wins = jnp.sum(sample > rival, -1) - jnp.sum(sample < rival, -1)
   return wins.astype(rewards.dtype) / jnp.maximum(count(rewards) - 1, 1)
 
 
@@ -113,7 +112,7 @@ def _checked(rewards: Array, name: str, k: int) -> Array:
 def _gap_weights(group_size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
   """Tables of a_r and b_r of `max_at_k`, r = 2 .. G, in float64: [n, r - 2].
 
-  Rows are the numbers n = 0 .. G of rewards in a group; 0 if n <= k or r > n.
+  Row n is for groups with n = 0 .. G rewards; it is 0 if n <= k, or for r > n.
   """
   below, above = np.zeros((2, group_size + 1, group_size - 1))
   for n in range(k + 1, group_size + 1):

@@ -1,17 +1,17 @@
 """Leave-one-out baselines that weight samples by the size of their scores.
 
 A_i = Z_i - sum_{j != i} w_j Z_j / sum_{j != i} w_j is unbiased if a sample's
-weight depends on that sample alone. It tends to the best constant baseline, b*
-= E[|s|^2 Z] / E|s|^2, if w is as good as |s|^2 (E. Greensmith, P. Bartlett and
-J. Baxter, 2004; docs/theory.md, "The best baseline is not the value"):
+weight depends on that sample alone. If w is proportional to |s|^2, the baseline
+tends to the best constant, b* = E[|s|^2 Z] / E|s|^2 (E. Greensmith, P. Bartlett
+and J. Baxter, 2004; docs/theory.md, "The best baseline is not the value").
 
 | function               | w_j                              |
 |------------------------|----------------------------------|
 | length_weighted        | tokens                           |
 | score_weighted         | (sum over tokens of (1 - p)^2)^2 |
-| optimal_token_baseline | the same, up to each token       |
+| optimal_token_baseline | the sum up to the token, squared |
 
-G >= 2; groups do not sum to 0. If all other weights are 0, they count equally.
+G >= 2; groups do not sum to 0. If all others have weight 0, they count equally.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from grpojax.core.types import Rollout
 def _minus_weighted_others(
   rewards: Float[Array, "*B G"], weights: Shaped[Array, "..."], name: str
 ) -> Float[Array, "*B G"]:
-  """Computes A_i of rewards from `as_float`; `name` describes the weights."""
+  """Rewards minus the others' weighted mean; errors call the weights `name`."""
   weights = jnp.asarray(weights).astype(rewards.dtype)
   if weights.shape != rewards.shape:
     raise ValueError(
@@ -45,7 +45,7 @@ def _minus_weighted_others(
   moved = shifted(rewards)
   weights = jnp.where(rewarded, weights, 0)
   total = sum_of_others(weights)
-  # If all other weights are 0, the baseline is the others' plain mean.
+  # If all other weights are 0, the baseline is the others' unweighted mean.
   known = total > 0
   weighted = sum_of_others(weights * moved) / jnp.where(known, total, 1)
   plain = sum_of_others(moved) / jnp.maximum(count(rewards) - 1, 1)
@@ -65,8 +65,8 @@ def length_weighted(
 ) -> Float[Array, "*B G"]:
   """Reward minus the length-weighted mean of the group's other rewards.
 
-  For losses that are sums over tokens: OPO (arXiv 2505.23585), unbiased because
-  the sample itself is left out of the mean.
+  This is OPO (arXiv 2505.23585), for losses that are sums over tokens. It is
+  unbiased because the sample itself is left out of the mean.
   """
   rewards = as_float(rewards, "length_weighted", least=2)
   return _minus_weighted_others(rewards, lengths, "lengths")
@@ -79,8 +79,8 @@ def score_weighted(
 ) -> Float[Array, "*B G"]:
   """Reward minus the uncertainty-weighted mean of the group's other rewards.
 
-  w = (sum_t (1 - p_t)^2)^power. A power of 2 is for tokens whose scores point
-  the same way and add up, 1 for independent ones; 0 is `leave_one_out`.
+  w = (sum_t (1 - p_t)^2)^power. Use power 2 if the scores of tokens point the
+  same way, 1 if they are independent; 0 is `leave_one_out`.
   """
   rewards = as_float(rewards, "score_weighted", least=2)
   weights = _power(jnp.asarray(logit_score_sq), power)
@@ -93,8 +93,8 @@ def token_score_sq(
   """(1 - p_t)^2, which measures the policy's uncertainty; 0 outside the mask.
 
   p_t is the probability under the sampling distribution, 1 - p_t the derivative
-  of log p_t with respect to the token's own logit. The other logits add less,
-  and say less about |s|^2 (measured: grpojax/studies/README.md).
+  of log p_t with respect to the token's own logit. The derivatives for other
+  logits say less about |s|^2 (measured in grpojax/studies/README.md).
   """
   return jnp.where(mask, jnp.expm1(logprobs) ** 2, 0)
 
@@ -112,17 +112,17 @@ def optimal_token_baseline(
   A_it = R_it - sum_{j != i} w_jt R_jt / sum_{j != i} w_jt, over samples j with
   a t-th sampled token, w_jt = (sum_{u <= t} token_score_sq_ju)^power: the
   optimal token baseline (arXiv 2602.07078), unbiased because it leaves out the
-  sample's own reward. If no other sample is as long, their plain mean is the
-  baseline.
+  sample's own reward. If no other sample has a t-th token, the baseline is
+  their unweighted mean.
 
-  With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in place of
-  (1 - p)^2 it is verl's `optimal_token_baseline` and, for several turns,
-  `tir_optimal_token_baseline` with handle_zero_tail: its own reward in the mean
-  rescales each token's gradient, and a lone longest sample has no baseline.
+  verl's `optimal_token_baseline` (`tir_optimal_token_baseline` with
+  handle_zero_tail for several turns) has leave_one_out = False, power = 1, and
+  1 - 2 p + sum_v p_v^2 in place of (1 - p)^2. Its mean includes the sample's
+  reward, which rescales each token's gradient; tokens that only one sample has
+  get no baseline.
 
-  `rewards` are R of samples, [*B, G], or of tokens, [*B, G, T]: the rewards
-  from each sampled token on, 0 after the end. Tokens that were not sampled get
-  0.
+  `rewards` has R per sample, [*B, G], or per token, [*B, G, T]: the sum of
+  rewards from that token on, 0 after the end. Unsampled tokens get 0.
   """
   rewards = jnp.asarray(rewards)
   if rewards.shape == sampled.shape[:-1]:
@@ -151,12 +151,12 @@ def optimal_token_baseline(
     advantages = _minus_weighted_others(to_go, weights, "weights")
   else:
     weights = jnp.where(present(to_go), weights, 0)
-    # verl's baseline: own reward included, and none for a lone sample.
+    # verl's baseline includes the sample's own reward; 0 for a single sample.
     total = jnp.maximum(jnp.sum(weights, -1), 1e-8)
     mean = jnp.sum(weights * jnp.where(present(to_go), to_go, 0), -1) / total
     mean = jnp.where(jnp.sum(is_token & present(to_go), -1) > 1, mean, 0)
     advantages = jnp.where(present(to_go), to_go - mean[..., None], 0)
-  # Back to the rows: the place of each token among the sampled ones.
+  # Back to the rows: `place` is a token's index among the sampled ones.
   place = jnp.maximum(jnp.cumsum(sampled, -1) - 1, 0)
   advantages = jnp.take_along_axis(jnp.swapaxes(advantages, -1, -2), place, -1)
   return jnp.where(sampled, advantages, 0)
@@ -165,13 +165,13 @@ def optimal_token_baseline(
 def sample_weights(
   advantage: Callable[..., Array], rollout: Rollout
 ) -> dict[str, Shaped[Array, "B G *t"]]:
-  """Computes the arrays for which an advantage has parameters."""
+  """Computes the inputs of samples that an advantage has as parameters."""
   mask = rollout.sampled
-  of_tokens = lambda: token_score_sq(rollout.logprobs, mask)
+  token_scores = lambda: token_score_sq(rollout.logprobs, mask)
   weights = {
     "lengths": lambda: jnp.sum(mask, axis=-1),
-    "logit_score_sq": lambda: jnp.sum(of_tokens(), axis=-1),
-    "token_score_sq": of_tokens,
+    "logit_score_sq": lambda: jnp.sum(token_scores(), axis=-1),
+    "token_score_sq": token_scores,
     "sampled": lambda: mask,
   }
   return {k: f() for k, f in weights.items() if asks_for(advantage, k)}

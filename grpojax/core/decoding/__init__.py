@@ -236,7 +236,7 @@ def at_end(
   alive: Bool[Array, "B G"],
 ) -> Array:
   """Writes `new` [B, G] at the last token of the `alive` rows of `old`."""
-  is_last = jnp.arange(old.shape[-1]) == length[..., None] - 1
+  is_last = jnp.arange(old.shape[-1])[None, None] == length[..., None] - 1
   return jnp.where(is_last & alive[..., None], new[..., None], old)
 
 

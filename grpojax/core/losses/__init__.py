@@ -1,9 +1,9 @@
 """Policy losses: token weightings, and `grpo_loss`.
 
 Arrays are per token, [B, G, T], and the loss is sum(weights * per_token).
-Weights are computed once over a whole optimizer batch, so micro-batches and
-devices only add. Padding may hold anything, nan included: it reaches neither
-the value nor the gradient.
+Weights are computed once over a whole optimizer batch, so the losses of its
+micro-batches and devices add up. Padding may hold anything, nan included: it
+reaches neither the value nor the gradient.
 
 | weighting     | w_{i,t}         | sum of all weights   | paper            |
 |---------------|-----------------|----------------------|------------------|
@@ -13,9 +13,9 @@ the value nor the gradient.
 | fixed_length  | 1 / (N length)  | mean length / length | arXiv 2503.20783 |
 
 |o_i| is the number of tokens of sequence i, N the number of non-empty
-sequences; without any token weights are 0. docs/objectives.md says when to use
-which. To add a weighting, enter (mask) -> weights in `WEIGHTINGS`; a parameter
-`length` gets the longest completion allowed, in tokens.
+sequences; weights are 0 if there are no tokens. docs/objectives.md says when to
+use which. To add a weighting, enter (mask) -> weights in `WEIGHTINGS`; its
+parameter `length`, if any, gets the longest completion allowed, in tokens.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def fixed_length(
 def sequence_sum(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
   """Sum over a sequence's tokens, then mean over sequences: LUSPO's weighting.
 
-  In LUSPO `sequence_ratio` multiplies each sequence's ratio by its length.
+  LUSPO uses it with `sequence_ratio`, so each ratio counts once per token.
   """
   return mask / _at_least_one(_sequences(mask))
 
@@ -99,14 +99,14 @@ def grpo_loss(
   except that `sequence_ratio` and `gmpo` average advantages over tokens. Only
   `logprobs` and `exact_kl` are differentiated.
 
-  `weights` are computed over the whole optimizer batch, of which the other
-  arrays may be a part. `old_logprobs` is None if the policy itself sampled;
-  without beta `ref_logprobs` is only logged. `is_weights` are constant factors
+  The arrays may be a micro-batch, with `weights` computed over the whole
+  optimizer batch. `old_logprobs` is None if the policy itself sampled; without
+  beta `ref_logprobs` is only for the log. `is_weights` are constant factors
   of each token's loss (`rollout_correction`); `token_mask` is True on the
   tokens in the surrogate (None: all). `kl` is an estimator (`kl.PLACEMENTS`),
   or None to use `exact_kl`, the KL divergences of the tokens' distributions;
-  `kl_correction` multiplies it by the token ratio. `settings` go to the
-  surrogate.
+  `kl_correction` multiplies the estimator by the token ratio. `settings` go to
+  the surrogate.
 
   Returns the loss and arrays to be logged: "ratio" (1 on padding), "kl" (exact
   or k3; 0 on padding and without a reference), and the surrogate's. ValueError
@@ -127,7 +127,7 @@ def grpo_loss(
   shapes = [x.shape for x in arrays]
   fits = advantages.shape in (mask.shape[:2], mask.shape)
   if len(set(shapes)) > 1 or not fits:
-    # They may broadcast and silently give another loss.
+    # Other shapes may broadcast and silently give another loss.
     raise ValueError(
       "grpo_loss takes advantages [B, G] or [B, G, T], and all other arrays as "
       f"[B, G, T]; got advantages {advantages.shape} and {shapes}"

@@ -1,7 +1,7 @@
 """Entropy in the loss: an entropy bonus, and selection of uncertain tokens.
 
 The entropy is that of the distribution from which a token was sampled, in nats,
-given the sampled prefix; its gradient leaves out the prefix.
+given the sampled prefix; its gradient takes the prefix as constant.
 
 The bonus is `entropy_coef` times the mean entropy of the tokens in the
 surrogate (including `off_policy_sequences`), over the whole optimizer batch,
@@ -30,7 +30,7 @@ class EntropyControl:
 
 
 def init_control(objective: Objective) -> EntropyControl | None:
-  """Returns the state before the first update; None without a target."""
+  """Returns the control before the first update; None without a target."""
   if not objective.entropy_target:
     return None
   return EntropyControl(
@@ -44,15 +44,15 @@ def coefficient(
 ) -> float | Float[Array, ""]:
   """Coefficient in this update: 0 while the last entropy is above the target.
 
-  ValueError for a target without a state.
+  ValueError for a target without a control.
   """
   target = objective.entropy_target
   if not target:
     return objective.entropy_coef
   if control is None:
     raise ValueError(
-      "an entropy target needs the adaptive coefficient in the state: use "
-      "state.replace(entropy=entropy.init_control(objective))"
+      "entropy_target needs the adaptive coefficient in the state: use "
+      "state.replace(entropy=losses.entropy.init_control(objective))"
     )
   return jnp.where(control.entropy <= target, control.coefficient, 0.0)
 
@@ -63,7 +63,7 @@ def adapt(
   entropy: Float[Array, ""],
   skipped: Bool[Array, ""],
 ) -> EntropyControl | None:
-  """Returns the state after an update; `skipped` updates leave it unchanged."""
+  """Returns the control after an update, unchanged if it was `skipped`."""
   if control is None:
     return None
   step = objective.entropy_coef_delta
@@ -82,9 +82,9 @@ def mean_entropy(
   token_mask: Bool[Array, "*S"],
   tokens: Int[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-  """Mean entropy over the tokens of the mask, or a part's share of the mean.
+  """Mean entropy over the tokens of the mask, or a micro-batch's share of it.
 
-  For a part, `tokens` is the number of tokens of all parts.
+  For a micro-batch, `tokens` is the number of tokens in the whole minibatch.
   """
   count = jnp.sum(token_mask) if tokens is None else tokens
   total = jnp.sum(jnp.where(token_mask, entropy, 0.0))
@@ -104,6 +104,6 @@ def highest_entropy(
   # Descending: first the n tokens of the mask, then -inf for padding.
   falling = -jnp.sort(jnp.where(mask, -entropy, jnp.inf).ravel())
   last = jnp.floor(share * (jnp.sum(mask) - 1).astype(jnp.float32))
-  # Without any token the threshold is the padding's.
+  # Without any token the threshold is -inf, that of padding.
   threshold = falling[jnp.maximum(last, 0).astype(jnp.int32)]
   return mask & (entropy >= threshold)

@@ -1,8 +1,8 @@
 """Estimators of the KL divergence between the policy and its reference.
 
 Each maps log-probabilities of sampled tokens, under the policy and under the
-reference, to nats per token. Used in the loss, an estimator has a value and a
-gradient, which may belong to different divergences:
+reference, to nats per token. In the loss, the value and the gradient of an
+estimator may belong to different divergences:
 
 | in the loss | expected value, on-policy | expected gradient, on-policy |
 |-------------|---------------------------|------------------------------|
@@ -14,12 +14,12 @@ gradient, which may belong to different divergences:
 | exact       | KL(pi || ref)             | of KL(pi || ref)             |
 
 rho = pi / pi_old is the token ratio, 1 if a step has a single update; with
-several, the rows of rho and the last row hold off-policy as well. `exact` is
-the sum over the vocabulary (`core.logprobs.Reference`). The table is about a
-token given a sampled prefix; only `kl_penalty` accounts for the prefix's
-dependence on the policy. If sampling cuts the policy to a set S of tokens, the
-reference is not cut: k3's value is then low by 1 - ref(S), and its gradient
-that of the forward KL from the reference given S, times ref(S).
+several updates, the last three rows also hold off-policy. `exact` is the sum
+over the vocabulary (`core.logprobs.Reference`). The table is about a token
+given a sampled prefix; only `kl_penalty` accounts for the prefix's dependence
+on the policy. If top_k, top_p or min_p restrict the policy to a set S of
+tokens, the reference stays whole: k3's value is then too low by 1 - ref(S), and
+its gradient is ref(S) times that of KL(ref given S || pi).
 
 Sources: J. Schulman, "Approximating KL divergence" (2020); arXiv 2506.09477.
 """
@@ -27,16 +27,16 @@ Sources: J. Schulman, "Approximating KL divergence" (2020); arXiv 2506.09477.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-# Bounds of log-ratios, with zero gradient outside. Above, exp would overflow.
-# Below, only sums and squares must stay finite, so tokens that the reference
-# excludes are still pulled back.
+# Bounds of log-ratios; the gradient is 0 outside. The upper one keeps exp from
+# overflowing. The lower one only keeps sums and squares finite, so tokens that
+# the reference excludes are still pulled back.
 _LOG_RATIO_BOUNDS = (-1e4, 20.0)
 
 
 def k1(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """Log-ratio log(pi / ref): unbiased and noisy; in the loss, times rho."""
+  """Log-ratio log(pi / ref), unbiased and noisy; in the loss use rho k1."""
   return -log_ratio(ref_logprobs, logprobs)
 
 
@@ -98,5 +98,5 @@ PLACEMENTS = {
   "ratio": {"k1": k1, "k3": k3},
   "reward": {"k1": kl_penalty},
 }
-"""Estimators by placement: a term of the loss, a term times the ratio
-(`kl_correction`), a penalty in the reward. None: `grpo_loss` gets values."""
+"""Estimators by placement. `loss`: a loss term; `ratio`: a loss term times rho;
+`reward`: a penalty in the reward. None: `grpo_loss` gets `exact_kl`."""

@@ -30,24 +30,25 @@ def load_weights(
   """Weight of each token of prompts and completions in the experts' load.
 
   A prompt's token counts once per completion in the loss, however a batch is
-  split or packed. Importance weights and tokens of environments do not count.
+  split or packed. Importance weights and observations do not count.
   """
   mask = batch.completion_mask
   learned = jnp.sum(jnp.any(mask, axis=-1), axis=-1, keepdims=True)
-  of_prompts = batch.prompt_mask * learned
-  return of_prompts.astype(jnp.float32), mask.astype(jnp.float32)
+  prompt_weights = batch.prompt_mask * learned
+  return prompt_weights.astype(jnp.float32), mask.astype(jnp.float32)
 
 
 def load_balancing_loss(
   load: ExpertLoad, whole: ExpertLoad | None = None
 ) -> Float[Array, ""]:
-  """Returns X sum_x f_x P_x, or a part's share of the `whole` batch's loss.
+  """Returns the loss X sum_x f_x P_x, or a micro-batch's share of it.
 
+  For a micro-batch, `whole` is the load of its whole minibatch.
   f_x is the share of all tokens sent to expert x, P_x its mean probability,
-  over tokens and layers together (arXiv 2101.03961, equations 4 to 6, as
+  over tokens and layers together (arXiv 2101.03961, equations 4 to 6, like
   transformers' `load_balancing_loss_func`; over a whole batch: arXiv
-  2501.11873). With k experts per token it is k if they are used evenly, up to X
-  if all tokens go to the same experts. f_x, a count, has no gradient.
+  2501.11873). With k experts per token it is k if they are used evenly, and at
+  most X. f_x, a count, has no gradient.
   """
   whole = load if whole is None else whole
   count = jnp.maximum(whole.count, 1.0)

@@ -1,9 +1,9 @@
 """Corrections for a mismatch between rollout policy and trained policy.
 
 Tokens are drawn from the rollout policy mu, whose numbers differ from the
-trainer's (another program, engine or precision). The surrogate has pi / pi_old
-of the trainer's log-probabilities; the remaining factor, r_t = pi_old(o_t) /
-mu(o_t), becomes a constant weight of each token's loss here.
+trainer's (another program, engine or precision). The surrogate has the ratio pi
+/ pi_old of the trainer's probabilities; here the remaining factor, r_t =
+pi_old(o_t) / mu(o_t), becomes a constant weight of each token's loss.
 
 | correction          | w, a factor of a token's loss           | also called |
 |---------------------|-----------------------------------------|-------------|
@@ -14,17 +14,17 @@ mu(o_t), becomes a constant weight of each token's loss here.
 | `geometric_mask`    | 1; 0 if the geometric mean of r_t       | seq_mean_k1 |
 |                     | lies outside of [low, high]             |             |
 
-The KL term and the entropy bonus, means over the same samples, take the same
-weights (in TRL and verl they do not). The loss is divided by the number of all
+The KL term and the entropy bonus are means over the same samples, so they take
+the same weights (not in TRL and verl). The loss is divided by the number of all
 tokens, as in TRL; verl leaves masked tokens out.
 
-Without bounds, sequence weights give the gradient of pi_old without bias if the
-loss is divided by numbers independent of the samples (weightings `fixed_length`
-and `sequence_sum`, no completion left out), the advantage is a sum of rewards
-less a baseline of other samples, and mu draws without top_k, top_p and min_p.
-Their variance grows with the length; token weights leave prefixes distributed
-as mu drew them. With `sequence_ratio` and `gmpo`, which average weights over a
-completion, use sequence weights. `geometric_mask` only drops completions whose
+Without bounds, sequence weights give the gradient of pi_old without bias, on
+three conditions: the loss is divided by numbers independent of the samples
+(`fixed_length` or `sequence_sum`, no completion left out); the advantage is a
+sum of rewards less a baseline of other samples; mu draws without top_k, top_p
+and min_p. Their variance grows with the length; token weights leave prefixes
+distributed as mu drew them. `sequence_ratio` and `gmpo` average weights over a
+completion: use sequence weights. `geometric_mask` only drops completions whose
 tokens are, on average, too far off (SkyRL's bounds are .99 and 1.01).
 
 Sources: TIS, Yao et al. (2025), "Your Efficient RL Framework Secretly Brings
@@ -65,10 +65,10 @@ def is_weights(
   low: float = 0.0,
   high: float = _INF,
 ) -> tuple[Float[Array, "B G T"], Bool[Array, "B G T"]]:
-  """Importance-sampling weights of the tokens' losses, by the module's table.
+  """Importance-sampling weights of the tokens' losses (see the module's table).
 
-  `log_ratio` is log(pi_old / mu), 0 on padding, which gets weight 1. Also
-  returns True for weights out of bounds.
+  `log_ratio` is log(pi_old / mu), 0 on padding. Padding gets weight 1. Also
+  returns a mask that is True for weights out of bounds.
   """
   unit, bound = correction.split("_")
   if unit == "sequence":
@@ -114,15 +114,15 @@ def make_correction(
 ) -> Callable[..., tuple[Array | None, Array | None, Aux]] | None:
   """Makes the correction that `make_update` applies to its losses.
 
-  In a single update pi_old is the update's own policy; several updates need the
-  trainer's old log-probabilities (with the rollout's, these weights are 1).
+  In a single update pi_old is the policy that is updated. Several updates need
+  old_logprobs = "trainer" (with "rollout" all correction weights are 1).
   `off_policy_sequences` above `threshold` nats per token are left out.
 
-  Returns `(logprobs, batch) -> (is_weights, left_out, aux)`, or None if all is
-  off: weights [B, G, T] (None without a `correction`), True for sequences [B,
-  G, 1] not in the surrogate (None without a `threshold`), and `is_weight`,
-  `is_weight_bounded` (out of bounds) and `off_policy_masked`, to be logged as
-  means over tokens.
+  Returns None if both are off, else `(logprobs, batch) -> (is_weights,
+  left_out, aux)`: weights [B, G, T], or None for correction "none"; True for
+  sequences [B, G, 1] left out of the surrogate, or None without a `threshold`;
+  `is_weight`, `is_weight_bounded` (out of bounds) and `off_policy_masked`,
+  logged as means over tokens.
   """
   if correction == "none" and threshold is None:
     return None
@@ -132,8 +132,8 @@ def make_correction(
     mask = batch.completion_mask
     if rollout_logprobs is None:
       raise ValueError(
-        "a correction needs the sampler's log-probabilities, and the batch has "
-        "none: set rollout_logprobs, as make_batch does"
+        "a correction needs the rollout's log-probabilities, and the batch has "
+        "none: set Batch.rollout_logprobs, as make_batch does"
       )
     logprobs = jax.lax.stop_gradient(logprobs)
     weights = None

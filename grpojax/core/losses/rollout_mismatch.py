@@ -1,7 +1,7 @@
-"""Mismatch between trainer and rollout under the policy that sampled.
+"""Mismatch of log-probabilities between trainer and rollout.
 
-Both compute log-probabilities of the same tokens under the same weights, but by
-programs that round differently. The mismatch is part of the importance ratios
+Both compute them for the same tokens under the same weights, but with programs
+that round differently. The mismatch is part of the importance ratios
 if the old log-probabilities are the rollout's, else it makes the gradient
 off-policy.
 """
@@ -26,8 +26,8 @@ def token_mismatch(
   """Mismatch of each token; {} for a batch without `rollout_logprobs`.
 
   "log_ratio" is log(pi_trainer / pi_rollout) in nats, "kl" k3 of KL(rollout ||
-  trainer) (both 0 on padding); the other arrays are logged by the loss with the
-  rollout's log-probabilities as the old ones ("clip_fraction_low", say).
+  trainer) (both 0 on padding). Other arrays, such as "clip_fraction_low", are
+  logged by the loss if its old log-probabilities are the rollout's.
   """
   if batch.rollout_logprobs is None:
     return {}
@@ -45,11 +45,11 @@ def token_mismatch(
 def metrics(
   arrays: dict[str, Shaped[Array, "*B G T"]], mask: Bool[Array, "*B G T"]
 ) -> dict[str, Float[Array, ""]]:
-  """Means over real tokens, the maximum, and the effective sample size.
+  """Mismatch metrics: means over tokens, maximum, effective sample size.
 
   The effective sample size is the share (sum_i w_i)^2 / (N sum_i w_i^2) of the
-  weights of sequences w_i = prod_t pi_trainer / pi_rollout, N the number of
-  non-empty sequences (Kong, 1992): 1 if rollout and trainer agree, 1 / N if a
+  sequences' weights w_i = prod_t pi_trainer / pi_rollout for N non-empty
+  sequences (Kong, 1992): 1 if rollout and trainer agree, 1 / N if a
   single sequence has all the weight, nan if N = 0.
   """
   if not arrays:

@@ -10,15 +10,15 @@ completions' mask.
 
 A token with ratio r and advantage A adds a multiple of -A grad log pi to the
 gradient. On-policy, with one advantage per completion, the multiple is 1 for
-every surrogate and ratio. Off-policy, with c(x) for x within the bounds, s for
-a sequence and sg stopping the gradient:
+every surrogate and ratio. The table is for off-policy tokens: c(x) clips x to
+the bounds, s and w are ratios of a sequence, and sg stops the gradient.
 
 | surrogate, ratio  | minimised per token   | multiple of -A grad log pi       |
 |-------------------|-----------------------|----------------------------------|
 | clipped, token    | -min(r A, c(r) A)     | r; 0 above the upper bound if    |
 |                   |                       | A > 0, below the lower if A < 0  |
-| clipped, sequence | -min(s A, c(s) A)     | the same of s = (prod r)^(1/|o|) |
-| clipped,          | -min(w A, c(w) A)     | the same of w = prod r           |
+| clipped, sequence | -min(s A, c(s) A)     | as r, with s = (prod r)^(1/|o|)  |
+| clipped,          | -min(w A, c(w) A)     | as r, with w = prod r            |
 | trajectory        |                       |                                  |
 | gmpo, token       | -A (prod c(r))^(1/|o|)| s of the clipped ratios; 0 for   |
 |                   |                       | clipped tokens                   |
@@ -27,8 +27,8 @@ a sequence and sg stopping the gradient:
 | token             | log pi                | already too far off, further     |
 | sapo, token       | -A 4 / tau            | r sech^2(tau (r - 1) / 2), to 0  |
 |                   | sigmoid(tau (r - 1))  | as exp(-tau r), on both sides    |
-| dro, token        | -A log pi             | 1, and dro_beta log r grad log   |
-|                   | + beta / 2 (log r)^2  | pi, whatever A is                |
+| dro, token        | -A log pi             | 1, plus dro_beta log r grad log  |
+|                   | + beta / 2 (log r)^2  | pi, independent of A             |
 | vespo, trajectory | -sg(phi(w)) A log pi  | phi(w) = w^k exp(lambda (1 - w)) |
 |                   |                       | to 0 for w -> 0 and w -> inf     |
 """
@@ -62,7 +62,7 @@ def sequence_ratio(
 
   s_i = exp((1 / |o_i|) sum_t log(pi_t / pi_old_t)) (arXiv 2507.18071, equation
   7). With `sequence_mean` weights the loss is GSPO's (1/N) sum_i f(s_i). Clip
-  bounds are much closer to 1 than for token ratios (3e-4 and 4e-4).
+  bounds must be much closer to 1 than for token ratios (GSPO: 3e-4 and 4e-4).
   """
   log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
@@ -99,10 +99,9 @@ def clipped(
   """PPO's clipped surrogate, with separate lower and upper bounds.
 
   -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  (arXiv 1707.06347; separate
-  bounds: DAPO, arXiv 2503.14476). With dual_clip = c > 1, the surrogate of a
-  negative advantage is at least c A: beyond r > c it has no gradient (arXiv
-  1912.09729). `clip_fraction_low` and `_high` log the tokens whose gradient a
-  bound cuts.
+  bounds: DAPO, arXiv 2503.14476). With dual_clip = c > 1, tokens of negative
+  advantage count c A if r > c, without gradient (arXiv 1912.09729).
+  `clip_fraction_low` and `_high` log tokens whose gradient a bound makes 0.
   """
   bounded, aux = _clip(ratios, advantages, 1 - clip_low, 1 + clip_high)
   if dual_clip is not None:
@@ -114,7 +113,7 @@ def clipped(
 def _clip(
   x: Tokens, advantages: Tokens, low: float | int, high: float | int
 ) -> tuple[Tokens, Aux]:
-  """Bounds x on the side to which its advantage moves it, and logs it."""
+  """Clips x on the side to which its advantage moves it; returns logs, too."""
   below = (x < low) & (advantages < 0)
   above = (x > high) & (advantages > 0)
   bounded = jnp.where(above, high, jnp.where(below, low, x))
@@ -132,7 +131,7 @@ def cispo(
   """CISPO: REINFORCE with clipped importance weights.
 
   -sg(clip(r, cispo_min, cispo_max)) A log pi (arXiv 2506.13585, equations 4 and
-  5). The bounds are on the ratio itself, with 1 between them.
+  5). The bounds are for the ratio itself, not for its distance from 1.
   `clip_fraction_low` and `_high` log the clipped ratios.
   """
   weights = jax.lax.stop_gradient(jnp.clip(ratios, cispo_min, cispo_max))
@@ -158,16 +157,16 @@ def dppo_tv(
   -sg(min(r, dppo_ratio_max)) A log pi, and 0 if pi - pi_old of the sampled
   token is above dppo_high and A > 0, or below -dppo_low and A <= 0: a bound on
   the total variation of "this token or another" (arXiv 2602.04879, Binary-TV).
-  A ratio alone bounds rare tokens too much and frequent ones too little. Needs
-  the `token_ratio`; logs as `clipped` does. `of_kl` (the surrogate `dppo_kl`)
-  bounds Binary-KL, KL(pi_old || pi) in nats with the sign of pi - pi_old.
+  A bound on the ratio restricts rare tokens too much and frequent ones too
+  little. Needs the `token_ratio`; logs what `clipped` does. `of_kl` (surrogate
+  `dppo_kl`) bounds Binary-KL: KL(pi_old || pi), nats, signed as pi - pi_old.
   """
   ratio, logprob = jax.lax.stop_gradient((ratios, logprobs))
   new = jnp.exp(logprob)
   old = jnp.exp(jnp.minimum(logprob - _log(ratio), 0.0))
   moved = new - old
   if of_kl:
-    tiny = 1e-8  # verl's
+    tiny = 1e-8  # as in verl
     complement = jnp.log((1 - old + tiny) / (1 - new + tiny))
     divergence = (1 - old) * complement - old * _log(ratio)
     moved = jnp.sign(moved) * jnp.maximum(divergence, 0.0)
@@ -195,7 +194,7 @@ def gmpo(
   -A (prod_t c(r_t))^(1/|o|), at each token of the completion (arXiv 2507.20673,
   equations 4 and 5). log c(r) is log r, but at most gmpo_clip_high if A > 0 and
   at least -gmpo_clip_low if A < 0. With `sequence_mean` weights it is the
-  paper's; with `sequence_ratio` it is GSPO's clip. Logs as `clipped` does.
+  paper's; with `sequence_ratio` it clips GSPO's ratio. Logs like `clipped`.
   """
   bounded, aux = _clip(_log(ratios), advantages, -gmpo_clip_low, gmpo_clip_high)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
@@ -214,7 +213,7 @@ def sapo(
   """SAPO: a sigmoid in place of the clip.
 
   -A (4 / tau) sigmoid(tau (r - 1)), with a separate tau > 0 for A > 0 and for A
-  <= 0 (arXiv 2511.20347, equations 5 and 6); on-policy -2 A / tau, not -A. Logs
+  <= 0 (arXiv 2511.20347, equations 5 and 6). On-policy it is -2 A / tau. Logs
   the multiple of REINFORCE's gradient, r sech^2(tau (r - 1) / 2), as
   `gradient_weight`.
   """
@@ -257,16 +256,16 @@ def dro(
 ) -> tuple[Tokens, Aux]:
   """DRO: REINFORCE with a quadratic pull to the old policy.
 
-  -log pi A + dro_beta / 2 (log r)^2 (arXiv 2405.19107, with an advantage in
-  place of its value; as in verl). On-policy the pull is 0; it has no gradient
-  if log r is above 20 or below -87.
+  -A log pi + dro_beta / 2 (log r)^2 (arXiv 2405.19107, as in verl with a group
+  advantage instead of a value function). On-policy the pull is 0; it has no
+  gradient if log r is above 20 or below -87.
   """
   pull = 0.5 * dro_beta * _log(ratios) ** 2
   return _reinforce(1.0, logprobs, advantages) + pull, {}
 
 
 def _log(ratios: Array) -> Array:
-  # An underflowed ratio counts as the least normal number (-87 nats), without
+  # An underflowed ratio counts as the smallest normal float (-87 nats), without
   # gradient: the logarithm's infinite slope times 0 would be nan.
   least = jnp.finfo(ratios.dtype).tiny
   normal = ratios > least
@@ -278,7 +277,7 @@ def _log(ratios: Array) -> Array:
 def _reinforce(
   weights: Array | float, logprobs: Array, advantages: Array
 ) -> Array:
-  # Tokens excluded by the policy have a finite value and no gradient.
+  # The floor gives tokens that the policy excludes a finite loss, no gradient.
   return -weights * advantages * jnp.maximum(logprobs, -1e4)
 
 

@@ -18,18 +18,17 @@ attends only to its prompt and its own completion (`positions` and `segments` of
 `LM.extend`), so its log-probability stays the same.
 
 Unpacked micro-batches are equal parts of the prompts and, if there are too few
-prompts, of the groups as well. Two prompts of four samples, in four of them:
+prompts, of the groups as well. Two prompts of four samples, micro-batches a-d:
 
     prompt 0   a b a b      micro-batches a and c have samples 0 and 2,
     prompt 1   c d c d      b and d samples 1 and 3
 
 Packed micro-batches are made of rows, which stay on the device of their prompt.
-Devices and minibatches take whole *bundles* of prompts: all prompts of a device
-or, with several minibatches (random subsets of the prompts), single prompts.
-The rows of a bundle are divided into *splits*, and a micro-batch has one split
-of each of some bundles. A prompt is computed in every split with rows of it:
-these are its *copies*. Four prompts on two devices, in two micro-batches of two
-rows per device:
+A *bundle* is a set of prompts that stay together: all prompts of a device or,
+with several minibatches (random subsets of the prompts), a single prompt. Its
+rows are divided into *splits*; a micro-batch has one split of each of its
+bundles. A prompt is computed as a *copy* in every split that has rows of it.
+Four prompts on two devices, in two micro-batches of two rows per device:
 
                              micro-batch 0      micro-batch 1
     bundle 0 (prompts 0, 1)  rows of 0 and 0    rows of 0 and 1
@@ -63,7 +62,7 @@ class Sizes(NamedTuple):
   bundles: int  # number of bundles, on all devices
   tokens: int  # room for completion tokens, per device
   prompt_tokens: int  # room for prompt tokens, per device
-  samples: int  # samples of an unpacked micro-batch, which is at least as large
+  samples: int  # in an unpacked micro-batch, the upper limit of its size
 
 
 @typing.no_type_check
@@ -71,7 +70,7 @@ class Sizes(NamedTuple):
 class Rows:
   """Packed rows of all splits, or of one micro-batch."""
 
-  # Prompt of each row, counted in its split or, in a micro-batch, its device.
+  # Index of the prompt in the row's split or, in a micro-batch, on its device.
   prompt_of_row: Int[Array, "*splits K"]
   sample_of_token: Int[Array, "*splits K W"]  # 0 to G - 1; -1 on padding
   position_of_token: Int[Array, "*splits K W"]  # 0 on padding
@@ -83,12 +82,12 @@ class Rows:
 class Packing:
   """The rows of a batch, by bundle and split.
 
-  The first axis of all arrays is split and reordered as that of the batch.
+  The first axis of all arrays is split and reordered like that of the batch.
   """
 
-  # Prompt in the bundle; arbitrary in a split with fewer than U copies.
+  # Index of the prompt in its bundle; arbitrary if the split needs no copy.
   prompt_of_copy: Int[Array, "bundles splits U"]
-  # Copy in the bundle that the sample uses; splits * U if it has no tokens.
+  # Index in the bundle of a sample's copy; splits * U if it has no tokens.
   copy_of_sample: Int[Array, "B G"]
   rows: Rows  # [bundles, splits, K, ...]
 
@@ -111,11 +110,11 @@ def split(
 ) -> tuple[PyTree, PyTree, Bool[Array, "n U G"] | None, Rows | None]:
   """Splits a batch into `count` micro-batches, the first axis of the results.
 
-  Returns prompts, samples, mask and rows. A packing may have fewer
-  micro-batches: each has U copies of prompts, a mask of the samples that are in
-  its rows, and the rows. Without a packing, mask and rows are None. ValueError
-  if the batch cannot be divided (`micro_batches.cuts`), or if the packing's
-  micro-batches may be larger than unpacked ones.
+  Returns prompts, samples, a mask of the samples in the micro-batch's rows, and
+  the rows. With a packing there may be fewer micro-batches, each with U copies
+  of prompts; without one, mask and rows are None. ValueError if the batch
+  cannot be divided (`micro_batches.cuts`), or if the packing's micro-batches
+  may be larger than unpacked ones.
   """
   b, g = jax.tree.leaves(samples)[0].shape[:2]
   if packing is not None:
@@ -126,21 +125,20 @@ def split(
         "packing.layout.plan)"
       )
     return _split_packed(prompts, samples, packing)
-  of_prompts, of_groups = cuts(b, g, count)
+  prompt_parts, group_parts = cuts(b, g, count)
 
-  # Sample s of a group goes to its part s mod of_groups.
+  # Sample s of a group goes to part s mod group_parts.
   def split_groups(x):
-    x = split_rows(x, of_prompts)
-    x = x.reshape(*x.shape[:2], -1, of_groups, *x.shape[3:])
-    # -> [of_prompts, of_groups, U, G / of_groups, ...]
+    x = split_rows(x, prompt_parts)
+    x = x.reshape(*x.shape[:2], -1, group_parts, *x.shape[3:])
+    # -> [prompt_parts, group_parts, U, G / group_parts, ...]
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(-1, *x.shape[2:])
 
   samples = jax.tree.map(split_groups, samples)
   # Each part of a group comes with its prompt.
-  prompts = jax.tree.map(
-    lambda x: jnp.repeat(x, of_groups, axis=0), split_rows(prompts, of_prompts)
-  )
+  prompts = split_rows(prompts, prompt_parts)
+  prompts = jax.tree.map(lambda x: jnp.repeat(x, group_parts, axis=0), prompts)
   return prompts, samples, None, None
 
 
@@ -163,7 +161,7 @@ def _split_packed(prompts, samples, packing: Packing):
 
   arrays = prompts, samples, packing.copy_of_sample
   prompts, samples, copy_of_sample = jax.tree.map(by_split, arrays)
-  # A copy comes with all samples of the group; its split computes `in_rows`.
+  # A copy comes with all samples of its group; its split computes `in_rows`.
   in_rows = copy_of_sample == jnp.arange(splits * u).reshape(splits, u, 1)
   # A micro-batch has every count-th bundle. The bundles of a device are
   # neighbours, so prompts are counted across them.
@@ -178,18 +176,18 @@ def join(
   packing: Packing | None,
   shape: tuple[int, int],
 ) -> Shaped[Array, "B G T *more"]:
-  """Joins values of micro-batches into [B, G, ...]; 0 for unpacked samples."""
+  """Joins values of micro-batches into [B, G, ...]; 0 for samples in no row."""
   b, g = shape
-  (_, u, samples, *of_sample) = values.shape
+  (_, u, samples, *more) = values.shape
   if packing is None:
     # Row r was dealt to part r mod parts, so parts vary fastest in the result.
-    x = values.reshape(b // u, g // samples, u, samples, *of_sample)
-    return jnp.moveaxis(x, (2, 0, 3, 1), range(4)).reshape(b, g, *of_sample)
+    x = values.reshape(b // u, g // samples, u, samples, *more)
+    return jnp.moveaxis(x, (2, 0, 3, 1), range(4)).reshape(b, g, *more)
   bundles, splits, u = packing.prompt_of_copy.shape
   # Invert `to_micro_batches`, then take each sample from its copy.
-  x = values.reshape(-1, splits, packing.rows.sizes.bundles, u, g, *of_sample)
-  x = jnp.moveaxis(x, 2, 0).reshape(bundles, splits * u, g, *of_sample)
-  index = packing.copy_of_sample.reshape(bundles, -1, g, *[1] * len(of_sample))
+  x = values.reshape(-1, splits, packing.rows.sizes.bundles, u, g, *more)
+  x = jnp.moveaxis(x, 2, 0).reshape(bundles, splits * u, g, *more)
+  index = packing.copy_of_sample.reshape(bundles, -1, g, *[1] * len(more))
   # Samples without a row have an index out of range.
   x = jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
-  return x.reshape(b, g, *of_sample)
+  return x.reshape(b, g, *more)

@@ -33,8 +33,8 @@ def _constrain_rows(x: Array) -> Array:
   if not free_axes(mesh):
     return x
   (rows,) = activation_spec(mesh, x.shape, ("batch",))
-  rest = [PartitionSpec.UNCONSTRAINED for _ in x.shape[1:]]
-  return jax.lax.with_sharding_constraint(x, PartitionSpec(rows, *rest))
+  free = [PartitionSpec.UNCONSTRAINED for _ in x.shape[1:]]
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(rows, *free))
 
 
 def by_device(x: Array, devices: int) -> Array:
@@ -58,9 +58,9 @@ def find_tokens(
 
 @jax.custom_vjp
 def _take(x, index, inverse):
-  """Takes entries of each device's x, at most once; 0 for an index outside.
+  """Takes entries of each device's x, each at most once; 0 if out of range.
 
-  The backward pass takes entries by the inverse index instead of a scatter.
+  The backward pass uses the inverse index instead of a scatter.
   """
   look_up = lambda x, index: x.at[index].get(mode="fill", fill_value=0)
   return jax.vmap(look_up)(x, index)
@@ -100,7 +100,7 @@ def unflatten(
 def _repeat(x, index):
   """Takes entries of each device's x, any number of times.
 
-  The backward pass sums them in float32 by a product instead of a scatter.
+  The backward pass sums gradients in float32, by a product, not a scatter.
   """
   return jax.vmap(lambda x, index: x[index])(x, index)
 
@@ -127,11 +127,11 @@ _repeat.defvjp(
 
 
 class FlatTokens(NamedTuple):
-  """Index of the real tokens of prompts and rows of completions."""
+  """Indices of the real tokens of prompts, and of rows of completions."""
 
   prompts: TokenIndex  # of prompts [B, 1, P]
   rows: TokenIndex  # of rows of completions [n, 1, S]
-  prompt_of_row: Int[Array, "C rows"]  # counted on its device
+  prompt_of_row: Int[Array, "C rows"]  # index on its device
 
   def of_rows(self, x: Shaped[Array, "B *more"]) -> Shaped[Array, "n *more"]:
     """Repeats values of prompts for each of their rows."""
@@ -144,7 +144,7 @@ class FlatTokens(NamedTuple):
     """Repeats values of prompts for each token of their rows."""
     devices, rows = self.prompt_of_row.shape
     width = self.rows.token_of_place.shape[1] // rows
-    # Unused tokens have a place past the last row: any row will do for them.
+    # Unused tokens have a place past the last row; they may use any row.
     row = jnp.minimum(self.rows.place_of_token // width, rows - 1)
     prompt_of_token = jnp.take_along_axis(self.prompt_of_row, row, axis=1)
     tokens = _repeat(by_device(x, devices), prompt_of_token)

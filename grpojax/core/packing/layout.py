@@ -21,8 +21,8 @@ from grpojax.core.packing.micro_batches import cuts
 def size_of(most: int, steps: int) -> int:
   """Returns the smallest compiled size that is at least `most`.
 
-  Sizes are 1 to 2 `steps`, then `steps` in each doubling: for 2 they are 1, 2,
-  3, 4, 6, 8, 12, 16, 24, ... More steps mean less padding, but more programs.
+  Sizes are 1 to 2 `steps`, then `steps` per doubling: for 2 they are 1, 2, 3,
+  4, 6, 8, 12, 16, 24, ... More steps mean less padding, but more programs.
   """
   most = max(most, 1)
   # Sizes between 2**k and 2**(k + 1) are multiples of 2**k / steps.
@@ -51,7 +51,7 @@ def first_fit(
 
 
 class _Batch(NamedTuple):
-  """Lengths of a batch, and its number of bundles."""
+  """Lengths of a batch's completions and prompts, and its number of bundles."""
 
   lengths: Int[np.ndarray, "B G"]
   length: int  # T
@@ -107,7 +107,7 @@ class _Shape(NamedTuple):
 
 
 def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
-  """Returns the smallest sizes with room for any `bundles` of the bundles."""
+  """Returns the smallest sizes that fit any choice of `bundles` bundles."""
   splits, prompts = spread.has_prompt.shape[1:]
   tokens_of_split = np.zeros((batch.bundles, splits), np.int64)
   rows_of_split = np.zeros_like(tokens_of_split)
@@ -117,12 +117,12 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
   # Any bundles may meet in a micro-batch, so the largest must fit together.
   largest = lambda sizes: int(np.sort(sizes, axis=None)[-bundles:].sum())
   tokens = size_of(largest(tokens_of_split), 2)
-  # K is such that rows are 4/5, 2/3 or 1/2 full: K follows from the tokens and
-  # the fill, so fewer pairs of rows and tokens are compiled.
+  # Rows are 4/5, 2/3 or 1/2 full: a K that follows from the tokens and the fill
+  # leaves fewer pairs of rows and tokens to compile.
   most = max(1, int(rows_of_split.max()))
   counts = (-(-tokens * k // (4 * width * bundles)) for k in (5, 6, 8))
   rows = next((n for n in counts if n >= most), size_of(most, 2))
-  # An equal share of the samples: more rows are not needed in most splits.
+  # Most splits need no more rows than an equal share of the samples.
   samples = batch.lengths.size // (batch.bundles * splits)
   copies = size_of(int(spread.has_prompt.sum(axis=-1).max()), 1)
   copies = min(copies, prompts)
@@ -146,18 +146,18 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
 def _cheapest(
   batch: _Batch, ways: list[tuple[int, int]], largest: float
 ) -> tuple[_Shape, _Spread] | None:
-  """Finds the cheapest width, each in the fewest micro-batches that fit.
+  """Finds the cheapest width, each with the fewest micro-batches that fit.
 
   `ways` are pairs (splits per bundle, bundles per micro-batch and device), the
-  fewest micro-batches first. `largest` is the largest micro-batch on a device,
-  in tokens. Returns None if no width costs less than the unpacked batch.
+  fewest micro-batches first. `largest` limits the tokens of a micro-batch on a
+  device. Returns None if no width costs less than the unpacked batch.
   """
   b, g = batch.lengths.shape
   p = batch.prompt_length
   t = batch.length
 
   def cost_of(tokens: int, rows: int, width: int, prompts: int) -> float:
-    # A token's attention to T + P keys costs half as much as its other work.
+    # Assume that attention to T + P keys costs half a token's other work.
     pairs = rows * width * (width + p) + prompts * p * p
     return tokens + pairs / (2 * (t + p))
 
@@ -171,9 +171,9 @@ def _cheapest(
       shape = _shape(batch, spread, width, bundles)
       room = shape.tokens + shape.prompt_tokens
       padded = bundles * (shape.rows * width + shape.copies * p)
-      # Memory of the backward pass: queries, keys and values are padded, other
-      # hidden states are not. The former are a third of it in most models, and
-      # two thirds, as assumed here, if heads are wider than hidden states.
+      # In the backward pass only queries, keys and values are padded. They take
+      # a third of the memory in most models, but two thirds, as assumed here,
+      # if heads are wider than hidden states.
       if (room + 2 * padded) / 3 > largest:
         continue
       count = batch.bundles * splits
@@ -214,11 +214,11 @@ def _packing(
   prompt_of_row = np.zeros((bundles, shape.splits, shape.rows), np.int32)
   prompt_of_row[bundle, split, place] = copy
 
-  # Arrays over their tokens; `index` is that of the token's sample.
+  # Arrays over the tokens of these samples; `index` is a token's sample.
   length = lengths[prompt, sample]
   start = spread.start_of_sample[prompt, sample]
   index = np.repeat(np.arange(len(length)), length)
-  # Tokens are listed sample by sample: `before` counts those of earlier ones.
+  # Tokens are listed by sample: `before` counts tokens of earlier samples.
   before = np.cumsum(length) - length
   position = np.arange(len(index)) - before[index]
   at = bundle[index], split[index], place[index], start[index] + position
@@ -240,13 +240,13 @@ def plan(
 ) -> Packing | None:
   """Plans the packing of a batch, on the host.
 
-  It depends on the lengths alone, so a resumed run computes the same.
+  It depends only on lengths and mesh, so a resumed run computes the same.
   Completions have 0 to T = `length` tokens (0 leaves a sample out), prompts 0
   to P = `prompt_length`. `micro_batches` is the number per unpacked minibatch;
-  packed there are as few as fit into the size of those. Returns numpy arrays,
-  or None if packing does not cost less, no micro-batch is small enough, or the
-  mesh in context shards groups. ValueError if the batch cannot be divided
-  (`micro_batches.cuts`).
+  packed micro-batches are as few as possible without being larger. Returns
+  numpy arrays, or None if packing does not cost less, no micro-batch is small
+  enough, or the mesh in context shards groups. ValueError if the batch cannot
+  be divided (`micro_batches.cuts`).
   """
   lengths = np.asarray(lengths, np.int32)
   prompts = np.asarray(prompts, np.int32)
@@ -263,8 +263,8 @@ def plan(
   else:  # divide the prompts first, and their rows if there are too few prompts
     bundles = b
     on_device = b // (minibatches * devices)
-    of_prompts = {n: math.gcd(n, on_device) for n in counts}
-    ways = [(n // of_prompts[n], on_device // of_prompts[n]) for n in counts]
+    prompt_cuts = {n: math.gcd(n, on_device) for n in counts}
+    ways = [(n // prompt_cuts[n], on_device // prompt_cuts[n]) for n in counts]
   batch = _Batch(lengths, length, prompts, prompt_length, bundles)
   # On each device a micro-batch may be as large as an unpacked one.
   parts = minibatches * micro_batches

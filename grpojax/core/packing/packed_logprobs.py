@@ -44,7 +44,7 @@ def _unpack(
 def _mask_idle_prompts(
   prompt_mask: Bool[Array, "U P"], rows: Rows
 ) -> Bool[Array, "U P"]:
-  """Masks all tokens of prompts without a row."""
+  """Sets the mask to False for prompts without a row."""
   devices = rows.sizes.devices
   prompt_of_row = by_device(rows.prompt_of_row, devices)
   real = by_device(jnp.any(rows.sample_of_token >= 0, axis=-1), devices)
@@ -67,7 +67,7 @@ def completion_logprobs(
   reference: Reference | None = None,
   **options: Any,
 ) -> TokenLogprobs:
-  """Computes `logprobs_and_load`, on packed rows if `rows` is not None.
+  """Computes log-probabilities (`logprobs_and_load`), on packed `rows` if any.
 
   If packed, results [B, G, T] are 0 on padding, and NaN if prompts are longer
   than planned; they do not support `jax.jvp`, and `LM.extend` gets `segments`.
@@ -88,15 +88,15 @@ def completion_logprobs(
   # Pack all arrays of tokens.
   row_ids = _pack(ids, addresses, rows)
   if load_weights is not None:
-    of_prompts, of_tokens = load_weights
-    of_tokens = _pack(of_tokens, addresses, rows)
-    load_weights = of_prompts, jnp.where(sample >= 0, of_tokens, 0.0)
+    prompt_weights, token_weights = load_weights
+    token_weights = _pack(token_weights, addresses, rows)
+    load_weights = prompt_weights, jnp.where(sample >= 0, token_weights, 0.0)
   if replayed is not None:
     replayed = replayed[0], _pack(replayed[1], addresses, rows)
   if reference is not None:
     ref_hidden = _pack(reference.hidden, addresses, rows)
     reference = reference._replace(hidden=ref_hidden)
-  # Copies that fill up a split must not take the room of other prompts.
+  # Unused copies must not take the room of other prompts.
   prompt_mask = _mask_idle_prompts(prompt_mask, rows)
   # If prompt tokens do not fit, results are NaN instead of silently wrong.
   on_device = prompt_mask.reshape(sizes.devices, -1)
@@ -127,10 +127,10 @@ def completion_logprobs(
   )
 
   # Unpack the results, from rows or flat tokens; the load has no token axis.
-  def of_samples(x):
+  def to_samples(x):
     x = x.reshape(*addresses.shape, *x.shape[3:])
     x = jnp.where(fits.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
     return _unpack(x, addresses, ids.shape)
 
   values = scored._replace(load=None)
-  return jax.tree.map(of_samples, values)._replace(load=scored.load)
+  return jax.tree.map(to_samples, values)._replace(load=scored.load)

@@ -1,1 +1,1 @@
-"""Model families: configuration and parameter names of Hugging Face."""
+"""A module per model family: Hugging Face's configuration and names."""

@@ -7,8 +7,8 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.families import llama
 
 KEYS = llama.KEYS | {
-  f"layers/{ours}": (f"model.layers.{{layer}}.{theirs}.weight", False)
-  for ours, theirs in (
+  f"layers/{name}": (f"model.layers.{{layer}}.{hf_name}.weight", False)
+  for name, hf_name in (
     ("attn_post_norm", "post_attention_layernorm"),
     ("mlp_norm", "pre_feedforward_layernorm"),
     ("mlp_post_norm", "post_feedforward_layernorm"),
@@ -26,7 +26,7 @@ READ = config_json.READ | {
   "attn_logit_softcapping": 50.0,
   "final_logit_softcapping": 30.0,
 }
-# `hidden_act` is an older name, ignored by transformers.
+# `hidden_act` is the old name of `hidden_activation`; transformers ignores it.
 FIXED = {
   "hidden_act": "gelu_pytorch_tanh",
   "use_bidirectional_attention": False,
@@ -34,7 +34,7 @@ FIXED = {
 
 
 def common(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Returns the fields that gemma2 and gemma3 share."""
+  """Returns the fields of `TransformerConfig` that gemma2 and gemma3 share."""
   return config_json.common(hf_config) | {
     "norm_offset": True,
     "post_norms": True,

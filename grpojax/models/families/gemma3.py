@@ -15,17 +15,17 @@ READ = gemma2.READ | {
   "attn_logit_softcapping": None,
   "final_logit_softcapping": None,
 }
-# transformers ignores an attention cap.
+# transformers ignores this key for gemma3, so a cap is refused.
 FIXED = gemma2.FIXED | qwen3.FIXED | {"attn_logit_softcapping": None}
 
 
 def _ropes(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Reads the rotary embeddings of global layers (may be scaled) and local."""
+  """Reads the rotary embeddings of global and of local layers."""
   by_type = hf_config["rope_parameters"] or {}
   config_json.refuse_others("rope_parameters", by_type, config_json.LAYER_TYPES)
   full, sliding = (by_type.get(kind) or {} for kind in config_json.LAYER_TYPES)
   full = {"rope_theta": hf_config["rope_theta"]} | full
-  full |= hf_config["rope_scaling"] or {}
+  full |= hf_config["rope_scaling"] or {}  # not for local layers
   sliding = {"rope_theta": hf_config["rope_local_base_freq"]} | sliding
   length = hf_config["max_position_embeddings"]
   return {
@@ -40,7 +40,7 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
     hf_config["sliding_window_pattern"]
     or hf_config["_sliding_window_pattern"]
     or 6
-  )  # every sixth layer, for example, is global
+  )  # 6 means that every sixth layer is global
   layers = range(1, hf_config["num_hidden_layers"] + 1)
   default = [layer % pattern != 0 for layer in layers]
   return TransformerConfig(

@@ -5,15 +5,15 @@ from typing import Any
 from grpojax.models import config_json
 from grpojax.models.config import TransformerConfig
 
-# ours -> (Hugging Face's name, stored transposed)
+# Path in our parameters: (Hugging Face's name, True if stored transposed)
 KEYS = {
   "embed": ("model.embed_tokens.weight", False),
   "final_norm": ("model.norm.weight", False),
   "head": ("lm_head.weight", True),
   "score": ("score.weight", True),
 } | {
-  f"layers/{ours}": (f"model.layers.{{layer}}.{theirs}", transposed)
-  for ours, theirs, transposed in (
+  f"layers/{name}": (f"model.layers.{{layer}}.{hf_name}", transposed)
+  for name, hf_name, transposed in (
     ("attn_norm", "input_layernorm.weight", False),
     ("q", "self_attn.q_proj.weight", True),
     ("k", "self_attn.k_proj.weight", True),
@@ -33,7 +33,7 @@ KEYS = {
   )
 }
 READ = config_json.READ | {"attention_bias": False, "mlp_bias": False}
-# nanotron's mark of an exported model.
+# nanotron adds this key to the models that it exports.
 FIXED = {"is_llama_config": True}
 
 

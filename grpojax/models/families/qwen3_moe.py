@@ -7,8 +7,8 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.families import qwen2, qwen3
 
 KEYS = qwen3.KEYS | {
-  f"layers/{ours}": (f"model.layers.{{layer}}.mlp.{theirs}.weight", True)
-  for ours, theirs in (
+  f"layers/{name}": (f"model.layers.{{layer}}.mlp.{hf_name}.weight", True)
+  for name, hf_name in (
     ("router", "gate"),
     ("expert_gate", "experts.{expert}.gate_proj"),
     ("expert_up", "experts.{expert}.up_proj"),
@@ -33,7 +33,7 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   return TransformerConfig(
     **config_json.common(hf_config)
     | {"mlp": hf_config["moe_intermediate_size"]},
-    # Either all layers have a window, or none.
+    # Either all layers have a window, or no layer has one.
     **qwen2.window(hf_config | {"max_window_layers": 0}),
     rope=config_json.rope(hf_config),
     qk_norm=True,

@@ -49,18 +49,18 @@ A family is a module that has
 - `KEYS`: `(stored name, transposed)` of each parameter, by its path in
   `config.parameter_shapes`. The name holds "{layer}" and "{expert}" if stored
   by layer and by expert; `transposed` is True if the file has [out, in], like
-  PyTorch's Linear. Unused names do no harm;
+  PyTorch's Linear. Names that no model uses are allowed;
 - `READ`: keys to read, with transformers' defaults;
 - `FIXED` (optional): keys with a single supported value;
-- `UNUSED` (optional): keys without effect here;
+- `UNUSED` (optional): keys without effect on grpojax;
 - `config(hf_config) -> TransformerConfig` for a config.json checked against
   these keys by `config_json.complete`.
 
-More places use parameter names: `config.init`, `models.sharding.RULES` (every
+Parameter names are also used in `config.init`, `models.sharding.RULES` (every
 matrix needs a rule), `lora.PROJECTIONS` (matrices of `block._project`, and
 experts), and `passes.cast`. tests/models/test_family_contract.py checks this.
 """
-COMPANIONS = tuple(
+COMPANIONS = tuple(  # files that are copied to saved models
   "config.json generation_config.json tokenizer.json tokenizer_config.json "
   "tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
   "merges.txt chat_template.jinja".split()
@@ -79,12 +79,12 @@ ASSETS = pathlib.Path(__file__).parents[2] / "assets"
 
 
 def exists(path: str | pathlib.Path) -> bool:
-  """Returns True if a path or an embedded model exists."""
+  """Returns True if `path` exists or is the name of a bundled model."""
   return os.path.lexists(path) or (ASSETS / path).is_dir()
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """Returns the directory of a path or embedded model; ValueError if absent."""
+  """Returns the directory of a path or bundled model; ValueError if absent."""
   path = pathlib.Path(path)
   for directory in (path, ASSETS / path):
     if (directory / ADAPTER).is_file():
@@ -94,7 +94,7 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
         f"{directory} holds a PEFT adapter, which is not read: give its base "
         f"model, {base!r:.200}, or a merged model (merge_and_unload in peft)"
       )
-    # The config.json of a run has no model_type.
+    # A run directory has a config.json, too, but it has no model_type.
     file = directory / "config.json"
     if file.is_file() and "model_type" in weights.read_json(file):
       _check_links(directory)
@@ -102,29 +102,29 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   names = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
   raise ValueError(
     f"no model at {str(path)!r}: give a directory with config.json and "
-    f"model.safetensors, a .gguf file, the name of an embedded model "
+    f"model.safetensors, a .gguf file, the name of a bundled model "
     f"({', '.join(names)}), or ORG/NAME of the Hugging Face Hub"
   )
 
 
 def _check_links(directory: pathlib.Path) -> None:
-  """Raises ValueError if a file is a link to a file of another name.
+  """Raises ValueError if a model's file is a link to a file of another name.
 
-  Files are copied to trained models and may be published, secrets included.
-  Links of the Hub's cache are allowed.
+  The files are copied to trained models, so such a link could publish a secret.
+  Links in the Hub's cache are allowed.
   """
   for name in COMPANIONS:
     path = directory / name
     target = pathlib.Path(os.path.realpath(path))
-    in_cache = target.parent.name == "blobs" and directory.resolve().parent.name
-    if path.is_symlink() and target.name != name and in_cache != "snapshots":
-      raise ValueError(f"{path} is a link to another file, {target}: copy it")
+    folder = target.parent.name == "blobs" and directory.resolve().parent.name
+    if path.is_symlink() and target.name != name and folder != "snapshots":
+      raise ValueError(f"{path} is a link to another file: copy {target} there")
 
 
 def read_config(
   path: str | os.PathLike, ignore_keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-  """Reads the config.json of a directory, or a file, without `ignore_keys`."""
+  """Reads a config.json, or that of a directory, without `ignore_keys`."""
   file = pathlib.Path(path)
   if not os.path.isfile(file):
     file = resolve(path) / "config.json"
@@ -144,7 +144,7 @@ def _family(hf_config: dict[str, Any]):
 
 
 def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Converts a config.json; ValueError if it is not supported."""
+  """Converts a config.json to our configuration; ValueError if unsupported."""
   family = _family(hf_config)
   for name, reason in _REFUSED.items():
     if hf_config.get(name):
@@ -158,7 +158,7 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
 
 
 def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:
-  """Returns the stored tensors of each array of a model, by our path."""
+  """Returns the stored tensors of each array, by its path in our parameters."""
   leaves = {}
   config = to_transformer_config(hf_config)
   shapes = flatten_dict(parameter_shapes(config), sep="/")
@@ -236,9 +236,9 @@ def load(
   shardings: Any = None,
   ignore_keys: Sequence[str] = (),
 ) -> tuple[LM, Params]:
-  """Reads a model directory: the model's functions and its parameters.
+  """Reads a model directory; returns its `LM` and its parameters.
 
-  `dtype` is that of computation; other arguments are as in `load_params`.
+  `dtype` is for computation, `param_dtype` for parameters; see `load_params`.
   """
   config = to_transformer_config(read_config(path, ignore_keys))
   lm = transformer(config, dtype=dtype)
@@ -251,7 +251,7 @@ def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
     if (source / name).is_file():
       shutil.copyfile(source / name, target / name)
   path = target / "tokenizer_config.json"
-  if path.is_file():  # name of the generic class in transformers 4
+  if path.is_file():  # transformers 4 knows another class name
     text = path.read_text(encoding="utf-8")
     text = text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
     path.write_text(text, encoding="utf-8")
@@ -270,9 +270,9 @@ def save(
 
   All processes must call it. Configuration and tokenizer come from `source`,
   without the keys `ignore_keys`. The directory appears when all its files are
-  written; files of weights have at most `max_shard_size` bytes. `dtype` is the
+  written; weight files have at most `max_shard_size` bytes. `dtype` is the
   dtype to store; None keeps each array's. ValueError if `path` exists, or if
-  the parameters do not fit `source`.
+  the shapes of parameters do not match `source`.
   """
   source = resolve(source)
   hf_config = read_config(source, ignore_keys)
@@ -280,9 +280,9 @@ def save(
   leaves = layout(hf_config)
   shapes = {name: leaf.shape for name, leaf in leaves.items()}
   if {name: tuple(array.shape) for name, array in flat.items()} != shapes:
-    raise ValueError(f"the parameters do not fit {source}: use its own model")
+    raise ValueError(f"parameters do not fit {source}: use their base model")
   stored = str(np.dtype(dtype or flat[next(iter(leaves))].dtype))
-  hf_config |= {"dtype": stored, "torch_dtype": stored}  # transformers 5, 4
+  hf_config |= {"dtype": stored, "torch_dtype": stored}  # names in 5 and 4
   if jax.process_index():
     weights_out.follow(leaves, flat)
     return
@@ -323,5 +323,5 @@ def write_config(
     "pad_token_id": pad_id,
     "eos_token_id": eos_id,
   }
-  to_transformer_config(hf_config)  # checks it
+  to_transformer_config(hf_config)  # raises if invalid
   pathlib.Path(path, "config.json").write_text(json.dumps(hf_config, indent=2))

@@ -1,8 +1,8 @@
 """Checksums of a directory's files, in checksums.json.
 
-They find flipped bits in weights, config.json or tokenizer.json, which raise no
-error. CRC-32 (zlib's) detects every burst of up to 32 bits at the speed of a
-disk. It protects against damage, not against forgery.
+They find flipped bits in weights, config.json or tokenizer.json, which would
+otherwise raise no error. CRC-32 (zlib's) detects every burst of up to 32 wrong
+bits, as fast as a disk. It protects against damage, not against forgery.
 """
 
 import json
@@ -13,7 +13,7 @@ CHECKSUMS = "checksums.json"
 _BLOCK = 2**22  # bytes read at once
 
 
-def _of_file(path: pathlib.Path) -> str:
+def _checksum(path: pathlib.Path) -> str:
   size = crc = 0
   buffer = bytearray(_BLOCK)
   with open(path, "rb", buffering=0) as file:
@@ -30,7 +30,7 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 def write(directory: pathlib.Path) -> None:
   """Writes the checksums of all files in a directory."""
-  sums = {path.name: _of_file(path) for path in _files(directory)}
+  sums = {path.name: _checksum(path) for path in _files(directory)}
   text = json.dumps(sums, indent=2) + "\n"
   (directory / CHECKSUMS).write_text(text, encoding="utf-8")
 
@@ -48,9 +48,9 @@ def verify(directory: pathlib.Path) -> None:
       "file to read the model unverified"
     ) from error
   for name, expected in sums:
-    # Only the name, because a list must not reach outside its directory.
+    # Use only the name, because a list must not reach outside its directory.
     path = directory / pathlib.PurePath(name).name
-    actual = _of_file(path) if path.is_file() else "missing"
+    actual = _checksum(path) if path.is_file() else "missing"
     if actual != expected:
       raise ValueError(
         f"{directory / name} is damaged or was edited ({actual} instead of "
@@ -71,8 +71,8 @@ def intact(directory: pathlib.Path) -> bool:
 def fingerprint(directory: pathlib.Path) -> str:
   """Returns a text that identifies a model, from a sample of its bytes.
 
-  Lines "NAME: size and CRC-32" of up to 64 blocks spread over each file, which
-  all change in training.
+  A line per file has its name, size, and the CRC-32 of up to 64 blocks spread
+  over it. Training changes all blocks of weights.
   """
   lines = []
   size = 2**16

@@ -2,7 +2,7 @@
 
 The gguf library's reader trusts all counts and lengths: a flipped bit can keep
 it busy for days. So headers are parsed here, and every read is checked against
-the size of the file. The library decodes the formats of tensors.
+the size of the file. The library decodes tensors.
 """
 
 import functools
@@ -19,8 +19,8 @@ import numpy as np
 
 from grpojax.models.rope import Rope, frequencies
 
-_LARGEST = 2**25  # bytes of a header; 250,000 tokens take 10 MB
-_MOST = 2**16  # keys or tensors
+_LARGEST = 2**25  # maximum bytes of a header; 250,000 tokens take 10 MB
+_MOST = 2**16  # maximum number of keys or tensors
 _NUMBERS = {
   number: np.dtype(f"<{code}")
   for number, code in enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())
@@ -33,9 +33,9 @@ ARCHITECTURES = {
   "qwen3": ("qwen3", "Qwen3ForCausalLM"),
   "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-"""transformers' model type and class, by general.architecture."""
+"""transformers' model type and class, by GGUF's general.architecture."""
 
-# GGUF's keys after "ARCHITECTURE.", and the keys of config.json.
+# The keys of config.json, by GGUF's keys without the prefix "ARCHITECTURE.".
 _READ = {
   "embedding_length": "hidden_size",
   "block_count": "num_hidden_layers",
@@ -55,18 +55,18 @@ _EXPERTS = {
 OTHERWISE = "Get the model as a Hugging Face directory"
 EMBEDDING = "token_embd.weight"
 _SCALING = ("rope.scaling.type", "rope.scaling.factor")
-_FACTORS = "rope_freqs.weight"  # divisors of frequencies
+_FACTORS = "rope_freqs.weight"  # divisors of rotary frequencies
 
 
 class Tensor(NamedTuple):
-  """Place of a tensor, with the interface of `weights.Stored`."""
+  """Location of a tensor in a file, with the interface of `weights.Stored`."""
 
   file: pathlib.Path
   format: int  # gguf's number of the format
   shape: tuple[int, ...]  # NumPy's, the reverse of the file's
   offset: int  # in bytes
-  # Number of heads with GGUF's order of rows for Llama, else 0. The rows of a
-  # head's two halves, which are rotated together, alternate; for two heads:
+  # Number of heads if rows have GGUF's order for Llama, else 0. In this order,
+  # the rows of a head's two halves alternate. For two heads of four rows:
   #   ours  0 1 2 3 | 4 5 6 7
   #   file  0 2 1 3 | 4 6 5 7
   heads: int = 0
@@ -74,7 +74,7 @@ class Tensor(NamedTuple):
   dtype = "F32"  # safetensors' name for the result of `rows`
 
   def part(self, index: int) -> "Tensor":
-    """Returns a tensor of a stack, by its index."""
+    """Returns the tensor at an index of a stack."""
     size = _bytes(self.format, math.prod(self.shape[1:]))
     place = self.offset + index * size
     return self._replace(shape=self.shape[1:], offset=place)
@@ -100,14 +100,14 @@ class Tensor(NamedTuple):
 
 
 class File(NamedTuple):
-  """Header of a file: metadata by key (arrays are NumPy's), tensors by name."""
+  """Header of a GGUF file: metadata by key, and tensors by name."""
 
   path: pathlib.Path
-  metadata: dict[str, Any]
+  metadata: dict[str, Any]  # arrays of numbers are NumPy's
   tensors: dict[str, Tensor]
 
   def below(self, prefix: str) -> dict[str, Any]:
-    """Returns the metadata with a prefix, without the prefix."""
+    """Returns the metadata whose keys have a prefix, and removes the prefix."""
     keys = [key for key in self.metadata if key.startswith(prefix)]
     return {key.removeprefix(prefix): self.metadata[key] for key in keys}
 
@@ -117,7 +117,7 @@ def library() -> types.ModuleType:
   try:
     import gguf.quants  # `import gguf` would accept any folder named gguf
   except ImportError as error:
-    text = "a .gguf file is read with the gguf library: pip install gguf"
+    text = "reading a .gguf file needs the gguf library: pip install gguf"
     raise ValueError(text) from error
   return gguf
 
@@ -131,14 +131,15 @@ def read(path: pathlib.Path) -> File:
     with open(path, "rb") as stream:
       return _read(path, _Header(stream, path.stat().st_size))
   except (OSError, ValueError) as error:
-    raise ValueError(f"{path} is no GGUF file to read: {error}") from error
+    raise ValueError(f"{path} is no readable GGUF file: {error}") from error
 
 
 class _Header:
-  """A stream that never reads beyond the file or the limit of a header."""
+  """Reads a header, but never beyond the file or the limit of a header."""
 
   def __init__(self, stream: BinaryIO, size: int):
-    self.stream, self.left = stream, min(size, _LARGEST)
+    self.stream = stream
+    self.left = min(size, _LARGEST)
 
   def take(self, count: int) -> bytes:
     data = self.stream.read(count) if count <= self.left else b""
@@ -147,23 +148,23 @@ class _Header:
     self.left -= count
     return data
 
-  def whole(self, code: str) -> int:
+  def integer(self, code: str) -> int:
     return struct.unpack(f"<{code}", self.take(struct.calcsize(code)))[0]
 
   def text(self) -> str:
-    return self.take(self.whole("Q")).decode()
+    return self.take(self.integer("Q")).decode()
 
   def value(self) -> Any:
     """Reads a text, a number, a list of texts, or an array of numbers."""
-    kind = self.whole("I")
+    kind = self.integer("I")
     count = 1
     if is_array := kind == _ARRAY:
-      kind, count = self.whole("I"), self.whole("Q")
+      kind, count = self.integer("I"), self.integer("Q")
     if kind == _TEXT:
-      values = [self.text() for _ in range(count)]  # absurd counts end early
+      values = [self.text() for _ in range(count)]  # huge counts raise
       return values if is_array else values[0]
     if kind not in _NUMBERS:
-      raise ValueError(f"its metadata have the unknown type {kind}")
+      raise ValueError(f"its metadata has a value of unknown type {kind}")
     data = self.take(count * _NUMBERS[kind].itemsize)
     values = np.frombuffer(data, _NUMBERS[kind])
     if is_array:
@@ -180,7 +181,7 @@ class _Header:
     for _ in range(count):
       name = self.text()
       if name in entries:
-        raise ValueError(f"its {name} appears twice")
+        raise ValueError(f"its key or tensor {name} appears twice")
       entries[name] = read(name)
     return entries
 
@@ -188,17 +189,17 @@ class _Header:
 def _read(path: pathlib.Path, header: _Header) -> File:
   if header.take(4) != b"GGUF":
     raise ValueError("it does not begin with GGUF")
-  version = header.whole("I")
+  version = header.integer("I")
   if version not in (2, 3):
     kind = "for big-endian machines" if version % 2**16 == 0 else "unknown"
     raise ValueError(f"its version, {version}, is {kind}; get version 3")
-  count = header.whole("Q")
-  keys = header.whole("Q")
+  count = header.integer("Q")
+  keys = header.integer("Q")
   metadata = header.table(keys, lambda _: header.value())
   tensors = header.table(count, functools.partial(_tensor, path, header))
   alignment = metadata.get("general.alignment", 32)
   if type(alignment) is not int or not 0 < alignment < 2**20:
-    raise ValueError(f"its general.alignment is {alignment!r:.40}")
+    raise ValueError(f"its general.alignment is {alignment!r:.40}, not a size")
   begin = -(-header.stream.tell() // alignment) * alignment
   end = begin
   size = path.stat().st_size
@@ -213,12 +214,12 @@ def _read(path: pathlib.Path, header: _Header) -> File:
 
 
 def _tensor(path: pathlib.Path, header: _Header, name: str) -> Tensor:
-  """Reads the place of a tensor, relative to the end of the header."""
-  dimensions = header.whole("I")
+  """Reads the location of a tensor, relative to the end of the header."""
+  dimensions = header.integer("I")
   if not 0 < dimensions <= 4:
-    raise ValueError(f"its tensor {name} has {dimensions} dimensions")
-  shape = tuple(header.whole("Q") for _ in range(dimensions))[::-1]
-  tensor = Tensor(path, header.whole("I"), shape, header.whole("Q"))
+    raise ValueError(f"its tensor {name} has {dimensions} dimensions, not 1..4")
+  shape = tuple(header.integer("Q") for _ in range(dimensions))[::-1]
+  tensor = Tensor(path, header.integer("I"), shape, header.integer("Q"))
   try:
     _bytes(tensor.format, shape[-1] if dimensions > 1 else 1)
   except (NotImplementedError, ValueError) as error:
@@ -229,13 +230,13 @@ def _tensor(path: pathlib.Path, header: _Header, name: str) -> Tensor:
 
 @functools.cache
 def _bytes(number: int, values: int) -> int:
-  """Returns the bytes of a row; raises if gguf cannot read the format."""
+  """Returns the bytes of a row of values; raises for unreadable formats."""
   gguf = library()
   kind = gguf.GGMLQuantizationType(number)
   block, size = gguf.GGML_QUANT_SIZES[kind]
   gguf.dequantize(np.zeros((1, size), np.uint8), kind)
   if values % block:
-    raise ValueError(f"{values} values are no multiple of {block}")
+    raise ValueError(f"a row of {values} values is no multiple of {block}")
   return values // block * size
 
 
@@ -268,9 +269,9 @@ def to_hf_config(file: File) -> dict[str, Any]:
   unused = "rope.scaling.finetuned"
   for key in sorted(values.keys() - names.keys() - {*_SCALING, unused}):
     if key not in known or values[key] != known[key]:
-      only = f"only {known[key]!r} is" if key in known else "which is not"
-      value = f"{name}.{key}={values[key]!r:.80}"
-      raise ValueError(f"{file.path} has {value}; {only} known. {OTHERWISE}")
+      which = f"only {known[key]!r} is" if key in known else "this key is not"
+      problem = f"{name}.{key}={values[key]!r:.80}; {which} supported"
+      raise ValueError(f"{file.path} has {problem}. {OTHERWISE}")
   config = {
     "architectures": [architecture_class],
     "model_type": model_type,
@@ -285,14 +286,14 @@ def to_hf_config(file: File) -> dict[str, Any]:
 
 
 def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
-  """Returns an architecture's values and defaults; `names` must be numbers."""
+  """Returns metadata after `prefix`, with defaults; `names` must be numbers."""
   values = file.below(prefix)
   for key, value in values.items():
     is_number = type(value) in (int, float) and 0 < value < 2**31
     is_array = isinstance(value, (list, np.ndarray))  # for example, by layer
     if is_array or (key in names and not is_number):
       value = f"{prefix}{key}={value!r:.80}"
-      needed = "one number" if is_array else "a number in (0, 2**31)"
+      needed = "one number" if is_array else "a number between 0 and 2**31"
       raise ValueError(f"{file.path} has {value}: it must be {needed}")
   width = values.get("embedding_length", 1)
   heads = values.get("attention.head_count", 1)
@@ -301,16 +302,16 @@ def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
     "attention.key_length": width // heads,
     "rope.freq_base": 10_000.0,
   } | values
-  there = values.keys() | file.tensors.keys()
-  if lacking := [x for x in (*names, EMBEDDING) if x not in there]:
-    raise ValueError(f"{file.path} lacks {prefix}: {', '.join(lacking)}")
+  present = values.keys() | file.tensors.keys()
+  if lacking := [x for x in (*names, EMBEDDING) if x not in present]:
+    raise ValueError(f"{file.path} lacks {', '.join(lacking)} (of {prefix}*)")
   return values
 
 
 def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns config.json's rope_scaling: none, linear, or Llama 3's.
+  """Returns config.json's rope_scaling: linear, Llama 3's, or {} for none.
 
-  For Llama 3 a file holds only the divisors of frequencies. They must be those
+  For Llama 3, a file holds only the divisors of frequencies. They must be those
   of Llama 3.1 to 3.3, which differ only in `factor`, the largest divisor.
   """
   kind, factor = (values.get(key) for key in _SCALING)
@@ -325,8 +326,8 @@ def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
       divisors = factors.rows(0, head_dim // 2)
       rope["factor"] = max(1.0, float(divisors.max()))
       plain = frequencies(Rope(theta), head_dim)
-      ruled = frequencies(Rope(theta, **rope, original_length=8192), head_dim)
-      if np.allclose(divisors * ruled, plain, rtol=1e-4, atol=0.0):
+      scaled = frequencies(Rope(theta, **rope, original_length=8192), head_dim)
+      if np.allclose(divisors * scaled, plain, rtol=1e-4, atol=0.0):
         rope |= {"original_max_position_embeddings": 8192}
         return {"rope_scaling": {"rope_type": "llama3"} | rope}
   elif kind == "linear" and factor is not None and factors is None:
@@ -338,7 +339,7 @@ def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_ids(file: File) -> dict[str, Any]:
-  """Returns bos_, pad_ and eos_token_id (ends of texts, turns, messages)."""
+  """Returns bos_, pad_ and eos_token_id (which ends texts, turns, messages)."""
   named = lambda x: file.metadata.get(f"tokenizer.ggml.{x}_token_id")
   ends = [end for x in ("eos", "eot", "eom") if type(end := named(x)) is int]
   ids = {"bos_token_id": named("bos"), "pad_token_id": named("padding")}
@@ -349,7 +350,7 @@ def _token_ids(file: File) -> dict[str, Any]:
 def find(
   path: pathlib.Path, hf_config: dict[str, Any], names: Iterable[str]
 ) -> dict[str, Tensor]:
-  """Returns a file's tensors by Hugging Face `names`; surplus by GGUF's names.
+  """Returns a file's tensors by Hugging Face `names`; others by GGUF's names.
 
   Stacked experts become separate tensors. ValueError if the file does not match
   `hf_config`.
@@ -359,18 +360,18 @@ def find(
   name = _architecture(file)
   heads = {}
   if to_hf_config(file) != hf_config:
-    raise ValueError(f"{path} is of another config.json; start again")
+    raise ValueError(f"{path} changed after config.json was made: start again")
   if name == "llama":
     heads["attn_q"] = hf_config["num_attention_heads"]
     heads["attn_k"] = hf_config["num_key_value_heads"]
   kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
   gguf_names = gguf.get_tensor_name_map(kind, 1)  # of layer 0
   renamed = {}
-  used = {_FACTORS}  # the config has the factors
-  for ours in names:
-    layer = re.search(r"layers\.(\d+)", ours)
-    expert = re.search(r"experts\.(\d+)", ours)
-    general = re.sub(r"experts\.\d+", "experts", ours)
+  used = {_FACTORS}  # config.json has these
+  for hf_name in names:
+    layer = re.search(r"layers\.(\d+)", hf_name)
+    expert = re.search(r"experts\.(\d+)", hf_name)
+    general = re.sub(r"experts\.\d+", "experts", hf_name)
     general = re.sub(r"layers\.\d+", "layers.0", general)
     key = gguf_names.get_name(general, try_suffixes=(".weight", ".bias")) or ""
     if layer:
@@ -379,6 +380,6 @@ def find(
     if expert and tensor and tensor.shape[0] == hf_config["num_experts"]:
       tensor = tensor.part(int(expert[1]))
     if tensor:
-      renamed[ours] = tensor._replace(heads=heads.get(key.split(".")[-2], 0))
+      renamed[hf_name] = tensor._replace(heads=heads.get(key.split(".")[-2], 0))
       used.add(key)
   return renamed | {k: v for k, v in file.tensors.items() if k not in used}

@@ -19,18 +19,18 @@ from safetensors import SafetensorError, safe_open
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-STORED_DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
+STORED_DTYPES = {  # NumPy's (or ml_dtypes'), by safetensors' names
   "F64": np.dtype(np.float64),
   "F32": np.dtype(np.float32),
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(jnp.bfloat16),
 }
 _LISTED = 20  # maximum number of names in a message
-_BLOCK = 2**20  # bytes of a file to map at a time, because they count as memory
+_BLOCK = 2**20  # bytes to map at a time, because mapped bytes count as memory
 
 
 class Leaf(NamedTuple):
-  """Stored tensors of an array.
+  """Stored tensors that make up an array, as in this example.
 
   "layers/q" [2, D, H E]: model.layers.0.self_attn.q_proj.weight [H E, D]
   (stacked = 1,           model.layers.1.self_attn.q_proj.weight [H E, D]
@@ -50,7 +50,7 @@ class Leaf(NamedTuple):
 
 
 class Stored(NamedTuple):
-  """Place of a tensor; `dtype` is safetensors' name, `offset` in bytes."""
+  """Location of a tensor; `dtype` is safetensors' name, `offset` in bytes."""
 
   file: pathlib.Path
   dtype: str
@@ -58,7 +58,7 @@ class Stored(NamedTuple):
   offset: int
 
   def rows(self, start: int, stop: int) -> np.ndarray:
-    """Maps rows start .. stop - 1 of the file."""
+    """Maps rows start .. stop - 1 of the tensor into memory."""
     dtype = STORED_DTYPES[self.dtype]
     row = math.prod(self.shape[1:])
     place = self.offset + start * row * dtype.itemsize
@@ -82,7 +82,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def header(file: pathlib.Path) -> dict[str, Stored]:
   """Returns a file's tensors, after safetensors has checked its header.
 
-  safetensors itself would map the whole file, and keep read pages in memory.
+  Reads with safetensors would map the whole file, and keep pages in memory.
   """
   try:
     with safe_open(file, framework="numpy"):
@@ -107,10 +107,10 @@ def _indexed_files(directory: pathlib.Path) -> dict[str, str]:
   index = directory / INDEX
   file_of = read_json(index).get("weight_map")
   if not isinstance(file_of, dict) or not file_of:
-    raise ValueError(f"{index} has no weight_map")
+    raise ValueError(f"{index} has no weight_map: download it again")
   names = sorted({str(name) for name in file_of.values()})
   for name in names:
-    # Only names, because an index must not reach outside its directory.
+    # Accept names only: an index must not reach outside its directory.
     if not name.endswith(".safetensors") or {"/", "\\"} & set(name):
       raise ValueError(
         f"{index} names {name!r}; only *.safetensors beside it are read"
@@ -136,7 +136,7 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   tensors = {}
   for file in sorted(set(file_of.values())):
     tensors |= header(directory / file)
-  # A tensor in another file than in the index counts as missing.
+  # A tensor that is not in the file named in the index counts as missing.
   is_placed = lambda name, x: x.file.name == file_of.get(name, x.file.name)
   return {name: x for name, x in tensors.items() if is_placed(name, x)}
 
@@ -149,7 +149,7 @@ def _listed(names: list[str]) -> str:
 def check(
   directory: pathlib.Path, layout: Mapping[str, Leaf], tensors: dict[str, Any]
 ) -> None:
-  """Raises ValueError that lists missing, surplus and wrong tensors."""
+  """Raises ValueError, with a list, for missing, surplus and wrong tensors."""
   shapes = {n: x.stored_shape for x in layout.values() for n in x.names}
   both = [(n, tensors[n]) for n in sorted(shapes.keys() & tensors.keys())]
   problems = {
@@ -164,7 +164,7 @@ def check(
       f"{name} {x.dtype}" for name, x in both if x.dtype not in STORED_DTYPES
     ],
   }
-  lines = [f"the weights in {directory} do not fit its config"]
+  lines = [f"the weights in {directory} do not fit config.json"]
   lines += [f"{kind}: {_listed(x)}" for kind, x in problems.items() if x]
   if len(lines) > 1:
     raise ValueError("\n  ".join(lines))
@@ -239,7 +239,7 @@ def read(
   dtype: Any,
   sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-  """Reads the parts of a leaf on this process's devices.
+  """Reads the parts of a leaf that this process's devices hold.
 
   ValueError for NaN and infinite values.
   """

@@ -1,7 +1,7 @@
 """Writes safetensors files tensor by tensor.
 
-The safetensors library needs all tensors of a file at once, a second copy of
-the model in the host's memory.
+The safetensors library needs all tensors of a file at once, which would be a
+second copy of the model in the host's memory.
 """
 
 import contextlib
@@ -63,25 +63,25 @@ def _write_header(
 def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
   """Yields the tensors of a leaf in stored layout."""
   if isinstance(array, jax.Array) and not leaf.stacked:
-    array = array.copy()  # the original would keep the fetched values
+    array = array.copy()  # the original would cache fetched values
   for place in np.ndindex(leaf.shape[: leaf.stacked]):
     tensor = fetch(array[place] if place else array)
     yield np.ascontiguousarray(tensor.T if leaf.transposed else tensor, dtype)
 
 
 def _lock(directory: pathlib.Path) -> int:
-  """Locks a directory (flock) while the returned file is open."""
+  """Locks a directory (flock) while the returned file descriptor is open."""
   file = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    ours = os.path.samestat(os.fstat(file), os.stat(directory))
+    is_locked = os.path.samestat(os.fstat(file), os.stat(directory))
   except (BlockingIOError, FileNotFoundError):
-    ours = False  # FileNotFoundError: renamed by another process
+    is_locked = False  # FileNotFoundError: renamed by another process
   except OSError:
-    ours = True  # a file system without locks
-  if not ours:
+    is_locked = True  # a file system without locks
+  if not is_locked:
     os.close(file)
-    raise ValueError(f"another process is writing to {directory}")
+    raise ValueError(f"another process is writing to {directory}: wait for it")
   return file
 
 
@@ -89,7 +89,7 @@ def _lock(directory: pathlib.Path) -> int:
 def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields a directory to fill, which becomes `path` if the context succeeds.
 
-  ValueError if `path` exists, or if another process or user is writing it.
+  ValueError if `path` exists, or if another process or user is filling it.
   """
   path = pathlib.Path(path)
   exists = f"{path} exists already; remove it or choose another path"
@@ -100,9 +100,9 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   try:
     partial.mkdir()
   except FileExistsError:
-    about = partial.lstat()  # its files will be removed
+    about = partial.lstat()  # check the owner: its files will be removed
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-      text = f"{partial} is a link, a file or another user's: remove it"
+      text = f"{partial} is a link, a file or owned by another user: remove it"
       raise ValueError(text) from None
   lock = _lock(partial)
   try:
@@ -121,7 +121,7 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def follow(layout: Mapping[str, Leaf], arrays: Mapping[str, Any]) -> None:
-  """Fetches arrays along with another process's `write`."""
+  """Joins the collective fetches of arrays in another process's `write`."""
   for path, leaf in layout.items():
     for _ in _tensors(leaf, arrays[path], np.dtype(arrays[path].dtype)):
       pass
@@ -135,7 +135,7 @@ def write(
   max_shard_size: int | None = None,
   single: str = SINGLE,
 ) -> None:
-  """Writes a file, or several and an index if it would be too large.
+  """Writes arrays to a file, or to several and an index if it is too large.
 
   A tensor of more than `max_shard_size` bytes gets its own file. `dtype` is the
   dtype to store; None keeps each array's.

@@ -1,5 +1,5 @@
-// Functions of all parts. Data of the runs reach the page through text nodes and
-// known attributes only: there is no innerHTML anywhere.
+// Functions that all parts use. Data of the runs reach the page only through text
+// nodes and known attributes, never through innerHTML.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 const MAIN = document.getElementById("main");
@@ -14,9 +14,9 @@ function append(parent, children) {
   return parent;
 }
 
-// el("p.soft.small", {title: "..."}, "text", child, ...)
-function el(what, attributes, ...children) {
-  const [tag, ...classes] = what.split(".");
+// Makes an element: el("p.soft.small", {title: "..."}, "text", child, ...).
+function el(tagAndClasses, attributes, ...children) {
+  const [tag, ...classes] = tagAndClasses.split(".");
   const node = document.createElement(tag);
   if (classes.length) node.className = classes.join(" ");
   for (const [name, value] of Object.entries(attributes || {})) {
@@ -44,7 +44,7 @@ function dot(run) {
 
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
-// Four digits, as people write them.
+// Formats a number with four digits.
 function number(value) {
   if (!known(value)) return "\u2013";
   const size = Math.abs(value);
@@ -53,7 +53,7 @@ function number(value) {
   return String(+value.toPrecision(4)).replace("-", "\u2212");
 }
 
-// Without a sign before what rounds to 0.
+// Formats a share in percent, without a sign if it rounds to 0.
 const percent = (value) => known(value) ?
   `${(100 * value).toFixed(1)}%`.replace(/^-(?=0\.0%)/, "").replace("-", "\u2212") :
   "\u2013";
@@ -67,7 +67,7 @@ function signed(value, format) {
   return value > 0 && text !== "0.0%" ? `+${text}` : text;
 }
 
-// Without a number above there is no bound: what is infinite is null in JSON.
+// Formats an interval; without a `high` it is unbounded: JSON has null for infinity.
 function interval(low, high, format) {
   if (!known(low)) return "";
   return known(high) ? `[${format(low)}, ${format(high)}]` : `[${format(low)}, \u221e)`;
@@ -82,8 +82,8 @@ function seconds(value) {
   return `${Math.floor(whole / 3600)}h${two(Math.floor((whole % 3600) / 60))}m`;
 }
 
-// Characters that act on the text around them (terminal colours, changes of
-// writing direction, invisible marks) are shown as signs instead.
+// Characters that change the text around them (terminal colours, writing
+// direction) or are invisible. `visible` replaces them by their codes.
 const ACTING = new RegExp(
   "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u200b-\\u200f" +
     "\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb]", "g");
@@ -95,7 +95,7 @@ function visible(text) {
   });
 }
 
-// One tooltip for everything.
+// All parts share one tooltip.
 const TIP = el("div.tip", { hidden: true, role: "status" });
 document.body.append(TIP);
 
@@ -118,8 +118,8 @@ function tipRow(name, value) {
   return el("div.row", null, el("span", null, name), el("span", null, value));
 }
 
-// Calls draw(node, width) when the node comes into view, and when it gets
-// another width: what nobody looks at costs nothing.
+// Calls draw(node, width) when the node comes into view, and when its width
+// changes: charts out of view cost nothing.
 const drawings = new WeakMap();
 const resized = new ResizeObserver((entries) => {
   for (const { target, contentRect } of entries) {
@@ -146,7 +146,7 @@ function drawn(node, draw) {
   return node;
 }
 
-// A part of the page; it is in the list of parts at the top.
+// Adds a part to the page, and to the navigation at the top.
 const PARTS = [];
 
 function part(id, title, text, ...children) {

@@ -13,7 +13,7 @@ function ticks(low, high, count) {
   return values;
 }
 
-// From lowest to highest, but for a few points that would hide the rest.
+// The range of an axis; leaves out a few outliers that would flatten the rest.
 function range(values) {
   const sorted = values.filter(known).sort((a, b) => a - b);
   if (!sorted.length) return [0, 1];
@@ -30,7 +30,7 @@ function range(values) {
   return [low === 0 ? 0 : low - pad, high + pad];
 }
 
-// Values of all runs' series: {run, label, x, y, low, high, blocks} each.
+// All values to draw; a series is {run, label, x, y, low, high, blocks}.
 function allValues(series) {
   return series.flatMap((s) => [
     ...(s.y || []), ...(s.low || []), ...(s.high || []),
@@ -50,7 +50,7 @@ function line(xs, ys, px, py) {
   return path;
 }
 
-// Area between bounds; one above that is missing is infinite: to the top.
+// Area between bounds; a missing upper bound is infinite, so it reaches the top.
 function band(xs, low, high, px, py) {
   const there = xs.map((_, i) => i).filter((i) => known(low[i]));
   if (there.length < 2) return "";
@@ -148,7 +148,7 @@ function nearest(xs, x) {
   return best;
 }
 
-// Rows of a tooltip: a run's value at a step, and the mean around it.
+// Rows of a tooltip: a run's value at a step, and the mean of the step's block.
 function rowsAt(s, x, format) {
   const rows = [];
   if (s.y) {
@@ -165,7 +165,7 @@ function rowsAt(s, x, format) {
   return rows;
 }
 
-// Pointer and arrow keys move a cursor, which says what is there.
+// Pointer and arrow keys move a cursor; a tooltip shows the values there.
 function follow(picture, cursor, series, options, px, width, xRange) {
   const steps = [...new Set(series.flatMap((s) => s.x || s.blocks.x))].sort(
     (a, b) => a - b);
@@ -202,7 +202,7 @@ function follow(picture, cursor, series, options, px, width, xRange) {
   });
 }
 
-// A card with a chart; its place is there before it is drawn.
+// A card with a chart; its space is reserved before the chart is drawn.
 function chart(title, unit, series, options = {}) {
   const [format, axis] = isShare(unit) ? [percent, onAxis] : [number, number];
   const lasts = series.map((s) => {

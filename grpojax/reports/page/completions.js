@@ -1,4 +1,4 @@
-// Completions: whole groups side by side, filtered, drawn on demand.
+// Part "Completions": filtered groups, a few at a time.
 const PAGE = 2; // groups drawn at a time
 const COLORS = [
   ["", "nothing"],
@@ -9,12 +9,12 @@ const COLORS = [
 
 const ALL = RUNS.flatMap((run, i) => run.groups.map((group) => ({ ...group, run: i })));
 
-// The number that colours a token, and that the tooltip explains.
+// A token's log-ratio, which colours it and is shown in its tooltip.
 function ratio(sample, name, i) {
   const other = sample[name];
-  const own = (name === "ref_logprobs" && sample.trainer_logprobs) || sample.logprobs;
-  if (!own || !other || !known(own[i]) || !known(other[i])) return null;
-  return name === "ref_logprobs" ? own[i] - other[i] : other[i] - own[i];
+  const policy = (name === "ref_logprobs" && sample.trainer_logprobs) || sample.logprobs;
+  if (!policy || !other || !known(policy[i]) || !known(other[i])) return null;
+  return name === "ref_logprobs" ? policy[i] - other[i] : other[i] - policy[i];
 }
 
 function shade(sample, what, i) {
@@ -30,12 +30,12 @@ function shade(sample, what, i) {
 }
 
 function tokenTip(sample, i) {
-  const own = sample.logprobs && sample.logprobs[i];
+  const logprob = sample.logprobs && sample.logprobs[i];
   const rows = [el("div.mono", null, `\u201c${visible(sample.tokens[i]).replaceAll("\n",
     "\u21b5")}\u201d`), el("div.soft", null, `token ${i + 1} of ${sample.tokens.length}`)];
-  if (known(own)) {
-    rows.push(tipRow("log-probability", number(own)));
-    rows.push(tipRow("probability", percent(Math.exp(own))));
+  if (known(logprob)) {
+    rows.push(tipRow("log-probability", number(logprob)));
+    rows.push(tipRow("probability", percent(Math.exp(logprob))));
   }
   for (const [name, title] of [["trainer", "trainer\u2019s"], ["ref", "reference\u2019s"]]) {
     const value = sample[`${name}_logprobs`] && sample[`${name}_logprobs`][i];
@@ -48,13 +48,13 @@ function tokenTip(sample, i) {
   return rows;
 }
 
-// A text with what is searched for marked.
+// A text with the searched words marked.
 function marked(text, search) {
   if (!search) return [visible(text)];
   const pieces = [];
   const low = text.toLowerCase();
   let from = 0;
-  // Where lower case changes the length, positions would be wrong.
+  // If lower case changes the text's length, positions would be wrong.
   for (let at; low.length === text.length && (at = low.indexOf(search, from)) >= 0;) {
     pieces.push(visible(text.slice(from, at)),
       el("mark", null, visible(text.slice(at, at + search.length))));
@@ -92,7 +92,7 @@ function tokenSpans(sample, what) {
   });
 }
 
-// Arrow keys go from token to token, pointing shows what is known of one.
+// Arrow keys move from token to token; pointing at a token shows its numbers.
 function tokens(sample, what) {
   const box = el("div.text", { tabindex: "0", role: "group", "aria-label":
     "completion, token by token: arrow keys move" }, tokenSpans(sample, what));
@@ -247,16 +247,16 @@ function chosen(view) {
 
 function completions() {
   const about = RUNS.map((run) => run.sampled);
-  const thin = about.some((one) => one.kept_steps < one.steps);
-  const section = part("completions", "Completions", "Groups side by side, as they were " +
-    "learned from; colours at the top say in which direction. Point at a token, or " +
-    "focus a completion and use the arrow keys.", thin && el("p.note.small", null,
-    "Samples of all steps would make this page too large: it has those of " +
-    about.map((one) => `${one.kept_steps} of ${one.steps}`).join(", ") +
+  const thin = about.some((sampled) => sampled.kept_steps < sampled.steps);
+  const section = part("completions", "Completions", "The completions of a group side " +
+    "by side; the colour at the top is green for a positive advantage, red for a " +
+    "negative one. Point at a token, or focus a completion and use the arrow keys.",
+    thin && el("p.note.small", null, "To stay small, this page has the samples of " +
+    about.map((sampled) => `${sampled.kept_steps} of ${sampled.steps}`).join(", ") +
     " steps. samples.jsonl has all of them."));
   if (!ALL.length) {
-    section.append(el("p.card.empty", null, "No samples: with reward.on_device they " +
-      "never reach the host, and log.sample_groups = 0 keeps none."));
+    section.append(el("p.card.empty", null, "No samples: reward.on_device keeps them " +
+      "on the device, and log.sample_groups = 0 saves none."));
     return;
   }
   const [form, fields] = filters();

@@ -10,5 +10,5 @@ settings();
 const NAV = el("nav", { "aria-label": "Parts of the report" }, PARTS.map(([id, title]) =>
   el("a", { href: `#${id}` }, title)));
 document.body.insertBefore(NAV, MAIN);
-MAIN.append(el("footer", null, "Written by grpojax.report. This page loads nothing from " +
-  "anywhere."));
+MAIN.append(el("footer", null, "Written by grpojax.report. This page loads no other " +
+  "files."));

@@ -1,4 +1,4 @@
-// The head of the page, the curves, the rewards, and runs against each other.
+// Overview, curves, rewards by step, and differences between runs.
 function last(run, name) {
   const curve = run.curves[name];
   return curve ? curve.last : null;
@@ -16,8 +16,8 @@ function fact(name, value) {
     el("dd", null, value));
 }
 
-// Accuracy before and after, prompt by prompt where that is known; of a run with an
-// environment the mean return, and the accuracy in one line.
+// Accuracy before and after training, and the paired difference if it is known. A
+// run with an environment shows its mean return instead, with a line of accuracy.
 function gain(run) {
   const accuracy = ends(run, "accuracy");
   if (!accuracy) return el("p.soft", null, "Not evaluated yet.");
@@ -43,7 +43,7 @@ function gain(run) {
   ];
 }
 
-// G* of all diagnoses together, as the end of a run prints it.
+// G* from all diagnoses, which a run prints at its end.
 function bestSize(run) {
   if (!run.groupSize) return null;
   const { best, low, high } = run.groupSize;
@@ -60,9 +60,9 @@ function runCard(run, i) {
     gain(run),
     el("dl.facts", null,
       fact("reward", run.curves.reward_mean ? number(last(run, "reward_mean")) : null),
-      fact("time of training", run.curves.train_seconds ?
+      fact("training time", run.curves.train_seconds ?
         seconds(last(run, "train_seconds")) : null),
-      fact("a step", run.speed.length ? `${number(run.speed[run.speed.length - 1].median)
+      fact("time per step", run.speed.length ? `${number(run.speed[run.speed.length - 1].median)
       } s` : null),
       fact("best group size", bestSize(run)),
       fact("truncated", run.curves.truncated ? percent(last(run, "truncated")) : null),
@@ -92,14 +92,14 @@ function seriesOf(name) {
     [{ run: i, label: visible(run.name), ...run.curves[name] }] : []);
 }
 
-// A line that never moves is said in a few words.
+// Metrics that never change are listed as text, not drawn.
 function isConstant(metric) {
   const values = seriesOf(metric.name).flatMap((s) => [...s.y, ...(s.low || [])]);
   return values.every((value) => value === values[0]);
 }
 
 function constants(metrics) {
-  return el("p.soft.small.constants", null, "All along: ", metrics.map((metric, i) => [
+  return el("p.soft.small.constants", null, "Constant: ", metrics.map((metric, i) => [
     i ? ", " : "", el("span", { title: visible(metric.name) }, `${visible(metric.title
     )} `, el("b", null, (isShare(metric.unit) ? percent : number)(
       seriesOf(metric.name)[0].y[0])))]));
@@ -107,7 +107,7 @@ function constants(metrics) {
 
 const METRICS = DATA.layout.flatMap((group) => group.metrics);
 
-// The first metric with the same points in all runs: the one that is drawn.
+// Of metrics with equal points in all runs, only the first is drawn.
 const points = (metric) => JSON.stringify(seriesOf(metric.name).map((s) => [s.run, s.x, s.y]));
 const SAME = new Map([...METRICS].reverse().map((metric) => [points(metric), metric]));
 
@@ -116,10 +116,10 @@ function repeats(metrics) {
     `${visible(metric.name)}: the same as ${visible(SAME.get(points(metric)).title)}`)));
 }
 
-// Metrics that show trouble stand before the others, the most frequent first.
+// Metrics with signs of trouble come first, in order of frequency.
 function groupsByTrouble() {
   const names = [...new Set(RUNS.flatMap((run) => run.troubled))];
-  const troubled = names.flatMap((name) => METRICS.filter((one) => one.name === name));
+  const troubled = names.flatMap((name) => METRICS.filter((metric) => metric.name === name));
   const others = DATA.layout.map((group) => ({ ...group,
     metrics: group.metrics.filter((metric) => !troubled.includes(metric)) }));
   return [{ title: "Signs of trouble", text: "The most frequent comes first; see " +
@@ -128,10 +128,10 @@ function groupsByTrouble() {
 }
 
 function curves() {
-  const section = part("curves", "Curves", "Faint: each step. Bold: means of blocks " +
-    "of steps with their 95% interval (Student's, steps as observations). Evaluations " +
-    "and diagnoses have intervals of their own. Point at a chart, or focus it and use " +
-    "the arrow keys.", legend());
+  const section = part("curves", "Curves", "A faint line shows each step, a bold line " +
+    "means of blocks of steps with Student's 95% interval, which treats steps as " +
+    "independent. Evaluations and diagnoses have their own intervals. Point at a chart, " +
+    "or focus it and use the arrow keys.", legend());
   if (!DATA.layout.length) section.append(el("p.card.empty", null, "No metrics yet."));
   groupsByTrouble().forEach((group, i) => {
     const box = el("details.group", { open: i < 5 }, el("summary", null,
@@ -139,7 +139,7 @@ function curves() {
     const charts = el("div.grid.charts");
     const varying = group.metrics.filter((metric) => !isConstant(metric));
     const repeated = varying.filter((metric) => SAME.get(points(metric)) !== metric);
-    for (const metric of varying.filter((one) => !repeated.includes(one))) {
+    for (const metric of varying.filter((item) => !repeated.includes(item))) {
       charts.append(chart(visible(metric.title), metric.unit, seriesOf(metric.name),
         { name: visible(metric.name) }));
     }
@@ -151,7 +151,7 @@ function curves() {
   });
 }
 
-// Shares of rewards by step: the stronger the colour, the more completions.
+// Shares of rewards by step; a stronger colour means more completions.
 function heat(node, width, picture, run) {
   const [left, right, top, bottom] = [64, 6, 6, 24];
   const rows = picture.values.length;
@@ -200,20 +200,20 @@ function rewards() {
         "")),
     run.rewards ? drawn(el("div.plot"), (node, width) =>
       heat(node, width, run.rewards, i)) :
-      el("p.empty", null, "No rewards reached the host (reward.on_device), or none " +
-        "were written yet.")));
-  part("rewards", "Rewards by step", "The stronger the colour, the more of a step's " +
-    "completions have that reward.", el("div.grid.cards", null, cards));
+      el("p.empty", null, "No rewards: reward.on_device keeps them on the device, or " +
+        "the run has saved none yet.")));
+  part("rewards", "Rewards by step", "A stronger colour means that more of a " +
+    "step's completions have the reward.", el("div.grid.cards", null, cards));
 }
 
 function differenceTable(compared, run) {
-  const rows = compared.steps.map((one) => {
-    const clear = one.low > 0 || one.high < 0;
-    return el("tr", null, el("td.mono", null, one.metric),
-      el("td.num", null, number(one.mean_a)), el("td.num", null, number(one.mean_b)),
-      el("td.num", null, clear ? el("b", null, signed(one.difference, number)) :
-        signed(one.difference, number), ` ${interval(one.low, one.high, number)}`),
-      el("td.num", null, number(one.p_value)), el("td.num", null, String(one.steps)));
+  const rows = compared.steps.map((row) => {
+    const clear = row.low > 0 || row.high < 0;
+    return el("tr", null, el("td.mono", null, row.metric),
+      el("td.num", null, number(row.mean_a)), el("td.num", null, number(row.mean_b)),
+      el("td.num", null, clear ? el("b", null, signed(row.difference, number)) :
+        signed(row.difference, number), ` ${interval(row.low, row.high, number)}`),
+      el("td.num", null, number(row.p_value)), el("td.num", null, String(row.steps)));
   });
   return rows.length && el("div.card.scroll", null, el("table", null, el("thead", null,
     el("tr", null, el("th", null, "metric"), el("th.num", null, visible(RUNS[0].name)),
@@ -232,23 +232,22 @@ function differences() {
       run, label, x: along.map((e) => e.step), y: along.map((e) => e.difference),
       low: along.map((e) => e.low), high: along.map((e) => e.high) }], { zero: true })] :
       [];
-    const same = (one) => one.blocks.low.every((low, i) => !low && !one.blocks.high[i]);
-    for (const one of compared.steps.filter((step) => !same(step))) {
+    const same = (row) => row.blocks.low.every((low, i) => !low && !row.blocks.high[i]);
+    for (const row of compared.steps.filter((step) => !same(step))) {
       const metric = DATA.layout.flatMap((g) => g.metrics).find(
-        (m) => m.name === one.metric);
-      cards.push(chart(metric.title, metric.unit, [{ run, label, blocks: one.blocks,
-        last: one.difference }], { zero: true, name: one.metric }));
+        (m) => m.name === row.metric);
+      cards.push(chart(metric.title, metric.unit, [{ run, label, blocks: row.blocks,
+        last: row.difference }], { zero: true, name: row.metric }));
     }
-    const asked = along.length ? `${along[along.length - 1].prompts} held-out prompts, ` +
-      "the same for both" : "the two were not asked the same held-out prompts";
-    return [el("h3.family", null, dot(run), `${label} less ${visible(RUNS[0].name)}`,
-      el("span.soft.small", null, `  ${asked}`)),
+    const prompts = along.length ? `${along[along.length - 1].prompts} held-out prompts, ` +
+      "the same for both" : "no held-out prompts in common";
+    return [el("h3.family", null, dot(run), `${label} minus ${visible(RUNS[0].name)}`,
+      el("span.soft.small", null, `  ${prompts}`)),
     el("div.grid.charts", null, cards), el("div.family", null,
       differenceTable(compared, run)), !cards.length && el("p.card.empty", null,
         "The runs have too little in common to be compared.")];
   });
-  part("differences", "Differences", "Each run less the first, step by step and prompt " +
-    "by prompt, with 95% intervals: of held-out answers Agresti and Min's, of metrics " +
-    "Student's over blocks of steps. They are about these runs, and say nothing of " +
-    "other seeds.", boxes);
+  part("differences", "Differences", "Each run minus the first, paired by step or " +
+    "prompt, with 95% intervals: Agresti and Min's for held-out answers, Student's over " +
+    "blocks of steps for metrics. They describe these runs, not other seeds.", boxes);
 }

@@ -1,8 +1,8 @@
-"""Checkpoints by Orbax, saved in the background.
+"""Checkpoints of a run, which Orbax saves in the background.
 
 Orbax writes a checkpoint under a temporary name and renames it when complete
-(on gs://, which cannot rename, it adds a file instead). So a directory with the
-name of a checkpoint is always complete, even after a kill.
+(on gs://, which cannot rename, it adds a file instead). So a kill during a save
+never leaves an incomplete checkpoint that looks complete.
 """
 
 import contextlib
@@ -27,28 +27,28 @@ from grpojax.runtime.files import disk, run_lock
 from grpojax.runtime.processes import distributed, interrupts
 
 _ADVICE = (
-  "delete that directory to go on from the checkpoint before it, or from the "
-  "start if there is none"
+  "delete that directory to resume from the checkpoint before it, or to start "
+  "again if there is none"
 )
 _METADATA = "_CHECKPOINT_METADATA"
 _POLL = 1.0  # seconds between two checks for a failed save
-_logged_errors: list[BaseException] = []  # of the save in flight
+_logged_errors: list[BaseException] = []  # by Orbax, about the save in flight
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-  """Filters Orbax's warnings, and errors that are raised too, from the log.
+  """Returns False to hide Orbax's warnings, and errors that it also raises.
 
-  Records the errors in `_logged_errors`: if one of several processes cannot
-  save its part, Orbax raises only after a barrier, up to 20 minutes later.
+  Records these errors in `_logged_errors`: if one of several processes cannot
+  save its part, Orbax raises the error up to 20 minutes later.
   """
-  if record.name == "asyncio":  # from loads, which continue after an error
+  if record.name == "asyncio":  # from tasks that a failed load left
     return not re.search("orbax|tensorstore", record.getMessage())
   if "orbax/checkpoint" not in record.pathname:
     return True
   is_error = record.levelno >= logging.ERROR
   if is_error and record.exc_info:
     _logged_errors.append(record.exc_info[1])
-  # `_check_metadata` reports unreadable metadata, unless it was just deleted.
+  # `_check_metadata` reports metadata that cannot be read.
   reading = "/metadata/" in record.pathname
   return is_error and not record.exc_info and not reading
 
@@ -70,18 +70,18 @@ def _absolute(path: str | os.PathLike) -> epath.Path:
 def complete(folder: str | os.PathLike) -> list[int]:
   """Returns the steps of the complete checkpoints in a folder, ascending."""
   on_gs = os.fspath(folder).startswith("gs://")
-  last = "commit_success.txt" if on_gs else _METADATA
-  names = (path.parent.name for path in epath.Path(folder).glob(f"*/{last}"))
+  mark = "commit_success.txt" if on_gs else _METADATA
+  names = (path.parent.name for path in epath.Path(folder).glob(f"*/{mark}"))
   return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _check_metadata(folder: epath.Path) -> None:
-  """Raises ValueError if metadata are too damaged for Orbax to list."""
+  """Raises ValueError if damaged metadata would make Orbax fail."""
   for step in complete(folder):
     path = folder / str(step)
     try:
       metadata = json.loads((path / _METADATA).read_text())
-    except FileNotFoundError:  # deleted meanwhile
+    except FileNotFoundError:  # deleted after listing
       continue
     except (RecursionError, ValueError):
       metadata = None
@@ -103,14 +103,14 @@ def last_good(folder: str | os.PathLike) -> str:
 
 @dataclasses.dataclass
 class Checkpointer:
-  """An open directory of checkpoints; made by `open_checkpointer`."""
+  """An open directory of checkpoints, from `open_checkpointer`."""
 
   orbax: Any = None  # Orbax's checkpointer
-  always: int | None = None  # step to keep regardless of its age
+  always: int | None = None  # step to keep, however old
   in_flight: Any = None  # Orbax's response to the save in the background
 
   def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-    """Implements a preservation policy of Orbax: keep step `always`."""
+    """Tells Orbax to keep step `always` (a preservation policy)."""
     del context
     return [info.step == self.always for info in checkpoints]
 
@@ -119,13 +119,13 @@ class Checkpointer:
 def open_checkpointer(
   directory: str | os.PathLike, keep: int = 2, readonly: bool = False
 ) -> Iterator[Checkpointer]:
-  """Opens a directory of checkpoints, STEP/ each, as a context manager.
+  """Opens a directory with a subdirectory STEP/ for each checkpoint.
 
   Keeps the newest `keep`. Leaving the context waits for the save in flight
   (Ctrl-C then ends the process at once), and raises disk.WriteFailed if it
   failed. Opening removes unfinished saves, except with `readonly`, because they
-  may belong to a running process. ValueError if a checkpoint is damaged, or if
-  `readonly` and there is none.
+  may belong to a running process. ValueError if a checkpoint's metadata is
+  damaged, or if `readonly` and the directory does not exist.
   """
   path = _absolute(directory)
   if readonly and not path.is_dir():
@@ -156,11 +156,11 @@ def open_checkpointer(
         if not _own_error():  # closing would wait for all processes
           checkpointer.orbax.close()
         if not readonly:
-          _remove_torn(checkpointer)
+          _remove_unfinished(checkpointer)
 
 
-def _remove_torn(checkpointer: Checkpointer) -> None:
-  # On gs:// Orbax removes them itself.
+def _remove_unfinished(checkpointer: Checkpointer) -> None:
+  # On gs:// Orbax does this itself.
   folder = pathlib.Path(checkpointer.orbax.directory)
   disk.remove_all(folder, "*.orbax-checkpoint-tmp")
 
@@ -173,12 +173,12 @@ def _save_errors(checkpointer: Checkpointer) -> Iterator[None]:
   except disk.WriteFailed:
     raise
   except Exception as error:
-    interrupts.skip_end(1)  # Orbax's threads may wait for each other
+    interrupts.skip_end(1)  # Orbax's threads may have deadlocked
     checkpointer.in_flight = None
     if not _own_error():
-      with contextlib.suppress(Exception):  # Orbax repeats it once per thread
+      with contextlib.suppress(Exception):  # Orbax raises it once per thread
         checkpointer.orbax.wait()
-    _remove_torn(checkpointer)
+    _remove_unfinished(checkpointer)
     raise disk.WriteFailed(
       f"a checkpoint could not be saved ({stored_arrays.reason(error)}); "
       f"{last_good(checkpointer.orbax.directory)}"
@@ -194,10 +194,10 @@ def save(
 ) -> None:
   """Saves `state` in the background, after any save still in flight.
 
-  Copies the arrays first, so they may be donated at once. Skips a saved step.
-  `notes` are JSON values for `read_notes`. The checkpoint of step `always` is
-  kept in addition to the newest checkpoints. Raises disk.WriteFailed if the
-  save cannot start, or the previous save failed.
+  Copies the arrays before it returns, so the caller may donate them. Does
+  nothing if the step is saved already. `notes` are JSON values for
+  `read_notes`. Step `always` is kept in addition to the newest checkpoints.
+  Raises disk.WriteFailed if the save cannot start, or the previous one failed.
   """
   wait(checkpointer)
   checkpointer.always = always
@@ -213,7 +213,7 @@ def save(
 
 
 def check(checkpointer: Checkpointer, timeout: float = 0.0) -> bool:
-  """Returns True if the save in flight ended, within `timeout` seconds.
+  """Returns True if a save in flight ended within `timeout` seconds.
 
   Raises disk.WriteFailed if it failed.
   """
@@ -227,7 +227,7 @@ def check(checkpointer: Checkpointer, timeout: float = 0.0) -> bool:
       checkpointer.in_flight.result(timeout)
     except TimeoutError:
       if time.monotonic() - began < timeout / 2:
-        raise  # Orbax's own
+        raise  # Orbax's own timeout, so the save failed
       return False
   checkpointer.in_flight = None
   return True
@@ -245,7 +245,7 @@ def steps(checkpointer: Checkpointer) -> list[int]:
 
 
 def latest_step(checkpointer: Checkpointer) -> int | None:
-  """Returns the step of the newest checkpoint, or None."""
+  """Returns the step of the newest checkpoint, or None if there is none."""
   return max(steps(checkpointer), default=None)
 
 
@@ -259,18 +259,18 @@ def _path_of(checkpointer: Checkpointer, step: int | None) -> epath.Path:
 
 
 def read_notes(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
-  """Returns the notes from `save`; ValueError if damaged."""
+  """Returns the notes saved with a checkpoint; ValueError if damaged."""
   return stored_arrays.read_notes(_path_of(checkpointer, step), _ADVICE)
 
 
 def restore(
   checkpointer: Checkpointer, state: TrainState, step: int | None = None
 ) -> TrainState:
-  """Loads a checkpoint, by default the newest, in the layout of `state`.
+  """Loads a checkpoint, by default the newest, with the shardings of `state`.
 
-  Leaves of `state` are arrays or `jax.ShapeDtypeStruct`s (without sharding: on
-  the first device); its pending rollout may have another size. ValueError if
-  the checkpoint is missing, damaged, or from another model or optimizer.
+  Leaves of `state` are arrays or `jax.ShapeDtypeStruct`s; a leaf without a
+  sharding goes to the first device. The pending rollout may differ in size.
+  ValueError if the checkpoint is missing, damaged or does not fit `state`.
   """
   return stored_arrays.load(_path_of(checkpointer, step), state, _ADVICE)
 
@@ -278,7 +278,7 @@ def restore(
 def restore_policy(
   checkpointer: Checkpointer, params: PyTree, step: int | None = None
 ) -> Params:
-  """Loads only a checkpoint's parameters, like `restore`."""
+  """Loads only a checkpoint's parameters, with the shardings of `params`."""
   path = _path_of(checkpointer, step)
   like = {"params": params}
   return stored_arrays.load(path, like, _ADVICE, partial=True)["params"]
@@ -298,6 +298,6 @@ def save_params(path: str | os.PathLike, params: Params) -> None:
 
 
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
-  """Loads parameters from `save_params`, like `restore`."""
+  """Loads parameters from `save_params`, with the shardings of `params`."""
   advice = "delete that directory: the same command writes it again"
   return stored_arrays.load(_absolute(path), params, advice)

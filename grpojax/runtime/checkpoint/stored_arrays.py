@@ -1,12 +1,12 @@
-"""Trees of arrays as Orbax stores them, with verified checksums.
+"""Checksums of the arrays in a checkpoint, which loading verifies.
 
 Orbax stores arrays without a checksum, so a flipped bit on the disk would
-silently change a weight. Its custom metadata therefore store the shape, dtype
-and checksum of each array.
+silently change a weight. So its custom metadata gets the shape, dtype and
+checksum of each array.
 
 An array is read as 32-bit words w_i (smaller elements make a word each). Its
 checksum is the sum of mix(w_i) c_i mod 2^32, with odd numbers c_i and a
-bijective mix, and does not depend on the split over devices. It detects any
+bijective mix. It does not depend on the sharding. It detects any
 change of a single word (c_i has an inverse mod 2^32), and misses other damage
 with a probability of about 2^-32.
 """
@@ -31,11 +31,11 @@ _NOTES = "notes"  # [JSON, its checksum]
 
 
 class _Damaged(Exception):
-  """Stored arrays or notes have changed; the message names them."""
+  """Raised if stored arrays, notes or metadata are damaged; names them."""
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-  """Spreads every bit over a word, bijectively (MurmurHash3's finalizer)."""
+  """Mixes a word's bits bijectively (the start of MurmurHash3's finalizer)."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
   return x ^ (x >> 13)
 
@@ -47,7 +47,7 @@ def checksum(x: Array) -> UInt32[Array, ""]:
     bits = 8 * min(x.dtype.itemsize, 4)
     x = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
   words = x.astype(jnp.uint32)
-  position = jnp.uint32(0)  # i of w_i, made of iotas that shard as `words` do
+  position = jnp.uint32(0)  # i of w_i: iotas get the sharding of `words`
   for axis in range(words.ndim):
     # uint32 arithmetic is modulo 2^32, and so is the position.
     stride = math.prod(words.shape[axis + 1 :]) % 2**32
@@ -58,8 +58,8 @@ def checksum(x: Array) -> UInt32[Array, ""]:
 
 @jax.jit
 def _checksums(arrays: list[Array]) -> list[UInt32[Array, ""]]:
-  # As separate programs, which wait for other devices, dozens of arrays would
-  # exhaust the threads of XLA's CPU backend and deadlock.
+  # One program for all arrays: dozens of programs that wait for other devices
+  # would exhaust the threads of XLA's CPU backend and deadlock.
   return [checksum(x) for x in arrays]
 
 
@@ -79,7 +79,7 @@ def checksums(tree: PyTree) -> dict[str, str]:
 
 
 def reason(error: BaseException) -> str:
-  """Summarizes the first error of a chain."""
+  """Describes the original exception of a chain."""
   while error.__cause__ or error.__context__:
     error = error.__cause__ or error.__context__
   text = str(error).split(" [")[0]  # TensorStore appends all its settings
@@ -90,7 +90,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _damage(path: epath.Path, advice: str) -> Iterator[None]:
-  """Turns all errors of reading into a ValueError with advice."""
+  """Turns any error of a read into a ValueError with advice."""
   try:
     yield
   except Exception as error:
@@ -103,13 +103,13 @@ def _is_key(leaf) -> bool:
 
 
 def without_keys(tree: PyTree) -> PyTree:
-  """Returns a tree as stored, with the data of its typed random keys."""
+  """Replaces typed random keys by their data, which Orbax can store."""
   data = lambda x: jax.random.key_data(x) if _is_key(x) else x
   return jax.tree.map(data, tree)
 
 
 def _with_keys(stored: PyTree, like: PyTree) -> PyTree:
-  """Inverts `without_keys`; `like` has the key types, and may be abstract."""
+  """Restores the random keys in a stored tree, with the types in `like`."""
 
   def with_key(old, new):
     if not _is_key(old):
@@ -122,12 +122,12 @@ def _with_keys(stored: PyTree, like: PyTree) -> PyTree:
 
 
 def _abstract(leaf) -> jax.ShapeDtypeStruct:
-  """Returns the shape, dtype and sharding to load for a leaf."""
+  """Returns the shape, dtype and sharding with which to load a leaf."""
   data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
   sharding = getattr(leaf, "sharding", None)
   mesh = getattr(sharding, "mesh", None)
   if _is_key(leaf) and mesh is not None:
-    # The data of a key have another rank, so they are replicated.
+    # A key's data has another rank than the key, so it is replicated.
     spec = jax.sharding.PartitionSpec()
     sharding = jax.sharding.NamedSharding(mesh, spec)
   elif _is_key(leaf) or sharding is None:
@@ -158,7 +158,7 @@ def describe(tree: PyTree, notes: Mapping | None = None) -> dict[str, Any]:
 
 
 def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
-  """Returns the notes of `describe`; ValueError if damaged."""
+  """Returns the notes stored by `describe`; ValueError if damaged."""
   with _damage(path, advice):
     text, crc = ocp.metadata(path).custom_metadata[_NOTES]
     if _crc(text) != crc:
@@ -167,7 +167,7 @@ def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
 
 
 def _check_fits(saved, requested, path) -> None:
-  """Raises ValueError before a load, which would leave threads if it fails."""
+  """Raises ValueError if saved and requested shapes or dtypes differ."""
   pairs = {
     name: f"{saved.get(name, '(none)')} -> {requested.get(name, '(none)')}"
     for name in sorted(saved.keys() | requested.keys())
@@ -184,7 +184,7 @@ def _check_fits(saved, requested, path) -> None:
     if len(lines) > 8:
       lines[8:] = [f"and {len(lines) - 8} more"]
     raise ValueError(
-      f"{path} is of another model or optimizer (its array -> yours):\n  "
+      f"{path} is of another model or optimizer (saved -> requested):\n  "
       + "\n  ".join(lines)
     )
 
@@ -192,11 +192,11 @@ def _check_fits(saved, requested, path) -> None:
 def load(
   path: epath.Path, like: PyTree, advice: str, partial: bool = False
 ) -> PyTree:
-  """Loads and verifies a tree, saved with the metadata of `describe`.
+  """Loads a tree and verifies the checksums that `describe` stored.
 
   Leaves of `like` are arrays or `jax.ShapeDtypeStruct`s. The pending rollout of
-  a `TrainState` gets the saved size, and the sharding of the step. `advice` is
-  the remedy for damage; `partial` loads only the entries of the dict `like`.
+  a `TrainState` gets the saved size, and the sharding of `step`. Errors about
+  damage end with `advice`. `partial` loads only the keys of the dict `like`.
   """
   is_state = dataclasses.is_dataclass(like)
   with _damage(path, advice):
@@ -207,7 +207,7 @@ def load(
     if stored is None:  # Orbax has logged the error
       raise _Damaged("its metadata cannot be read")
     if _kinds(stored) != saved:
-      raise _Damaged("its metadata do not fit its arrays")
+      raise _Damaged("its metadata does not fit its arrays")
     if is_state:
       pending = stored.get("pending")
       sharding = getattr(like.step, "sharding", None)
@@ -221,7 +221,7 @@ def load(
     saved = {n: kind for n, kind in saved.items() if n.split("/")[0] in like}
   elif is_state:  # the checkpoint may lack newer fields without arrays
     request = {name: getattr(abstract, name) for name in stored}
-  _check_fits(saved, _kinds(abstract), path)
+  _check_fits(saved, _kinds(abstract), path)  # a failed load leaves threads
   with _damage(path, advice):
     loaded = ocp.load(path, request)
     if partial:

@@ -1,14 +1,14 @@
-"""Command line of a program: its own flags and the config's overrides.
+"""Parser of command lines: a program's own flags, and overrides of its config.
 
     python -m grpojax.train [--config=configs/x.py] [--config.key=value ...]
 
 A config file is Python with a `get_config()` that returns a `ConfigDict`;
-`--config=x.py:text` calls `get_config("text")`. `--config=x`, or configs/x.py
-without such a file, is the x.py that comes with grpojax.
+`--config=x.py:text` calls `get_config("text")`. `--config=x` is the packaged
+config x, and so is configs/x.py if there is no such file.
 
-Words are `--name=value`, `--name value`, or for a switch `--name` and
-`--noname`. "config." may be left out. Values have the type of the default and
-are parsed as literals, never evaluated.
+A flag is `--name=value` or `--name value`; a switch (True or False) is `--name`
+or `--noname`. The prefix "config." may be left out. A value is parsed as a
+literal of the default's type, and never evaluated.
 """
 
 import ast
@@ -22,8 +22,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from grpojax.core.options import Option, refusal
-from grpojax.runtime.cli import help_text
-from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli import help_text, settings
 from grpojax.runtime.cli.config_file import load_file
 from grpojax.runtime.cli.configs import flatten, nearest
 from grpojax.runtime.terminal.screen import printable
@@ -33,9 +32,9 @@ CONFIG = "config."
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-  """Turns ValueErrors, OSErrors and MemoryErrors into a message, exit code 1.
+  """Turns ValueError, OSError and MemoryError into a message and exit code 1.
 
-  Wrap only code that reads user input: bugs further in keep their traceback.
+  Wrap only code that reads user input, so that bugs elsewhere show a traceback.
   """
   try:
     yield
@@ -50,7 +49,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def _typed(text: str, default: Any) -> Any:
-  """Parses a value of the default's type; raises an error if it is wrong."""
+  """Converts a flag's text to the type of its default."""
   if isinstance(default, str):
     return text
   if isinstance(default, bool):
@@ -59,7 +58,7 @@ def _typed(text: str, default: Any) -> Any:
   if isinstance(default, (int, float)):
     return type(default)(text)
   if isinstance(default, tuple) and text[:1] not in tuple("([\"'"):
-    # "a, b" needs no quotes, unless there are escapes.
+    # A tuple of texts may be typed without quotes (a, b) if it has no escapes.
     if {*map(type, default)} <= {str} and not re.search(r"\\|^[ ,]+$", text):
       return tuple(x.strip() for x in text.split(",") if x.strip())
   value = ast.literal_eval(text)
@@ -69,14 +68,14 @@ def _typed(text: str, default: Any) -> Any:
 
 
 def _value(name: str, text: str, flag: Option | None) -> Any:
-  """Parses a flag's value; without `flag`, of any type for a free section."""
+  """Parses a flag's value; without `flag` (in a free section), of any type."""
   if flag is None:
     try:
       value = ast.literal_eval(text)
     except (SyntaxError, TypeError, ValueError):
       return {"true": True, "false": False}.get(text.lower(), text)
     if isinstance(value, dict):
-      raise ValueError(f"--{name}: set its fields, --{name}.KEY=...")
+      raise ValueError(f"--{name} is a dict: set its fields, --{name}.KEY=...")
     return value
   if text in flag.words:
     return text
@@ -94,9 +93,9 @@ def _value(name: str, text: str, flag: Option | None) -> Any:
 
 
 def expand_home(value: Any) -> Any:
-  """Expands ~/ or ~USER/ at the start of a text, or of the texts in a tuple.
+  """Expands a leading ~/ or ~USER/ in a text, or in each text of a tuple.
 
-  A shell expands ~ only at the start of a word, so not in --key=~/x.
+  A shell expands ~ only at the start of an argument, not in --key=~/x.
   """
   if isinstance(value, tuple):
     return tuple(map(expand_home, value))
@@ -106,49 +105,49 @@ def expand_home(value: Any) -> Any:
 
 
 def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-  """Splits the words into the last --config=FILE and all other words."""
+  """Returns the FILE of the last --config=FILE, and all other arguments."""
   path = None
-  kept_words = []
+  other_words = []
   words = list(argv)
   while words:
     word = words.pop(0)
     match = re.fullmatch("--?config(=(.*))?", word, re.DOTALL)
     if not match:
-      kept_words.append(word)
+      other_words.append(word)
     elif not match[1] and not words:
       raise ValueError(f"{word} needs a value: {word}=...")
     else:
       path = match[2] if match[1] else words.pop(0)
-  return path, kept_words
+  return path, other_words
 
 
 class _Names:
-  """Names on a command line: a program's flags, and settings as config.NAME."""
+  """Names that a command line may use: a program's flags, config.SETTING."""
 
   def __init__(self, flags, declared, config):
-    whole = settings_lib.Section("", {"config": declared})
-    known = dict(settings_lib.flat_settings(whole))
+    whole = settings.Section("", {"config": declared})
+    known = dict(settings.flat_settings(whole))
     self.flags = {}
     for name, value in flatten(config).items():
       name = f"{CONFIG}{name}"
-      option = known.get(name, Option(value, ""))  # known to a config file only
+      option = known.get(name, Option(value, ""))  # only in a config file
       self.flags[name] = dataclasses.replace(option, default=value)
     self.flags |= flags
-    self.sections = settings_lib.sections(whole)
-    self._free = settings_lib.free_sections(whole)
+    self.sections = settings.sections(whole)
+    self._free = settings.free_sections(whole)
 
   def exists(self, name: str) -> bool:
     """Returns True for a flag, a setting or a key of a free section."""
-    return name in self.flags or settings_lib.is_free(name, self._free)
+    return name in self.flags or settings.is_free(name, self._free)
 
   def full(self, name: str) -> str:
-    """Adds "config." if it was left out."""
+    """Returns a name, with "config." if that was left out."""
     setting = f"{CONFIG}{name}"
     known = self.exists(setting) or setting in self.sections
     return setting if known and name not in self.flags else name
 
   def is_switch(self, name: str) -> bool:
-    """Returns True if the flag's value is True or False."""
+    """Returns True if the flag's default is True or False."""
     return name in self.flags and isinstance(self.flags[name].default, bool)
 
   def unknown(self, name: str) -> ValueError:
@@ -162,7 +161,7 @@ class _Names:
 
 
 def _words(argv: Sequence[str], names: _Names) -> Iterator[tuple[str, Any]]:
-  """Yields (name, value) per flag, and ("", word) for a word without a name."""
+  """Yields (name, value) per flag, and ("", text) per unnamed argument."""
   words = list(argv)
   while words:
     word = words.pop(0)
@@ -183,7 +182,7 @@ def _words(argv: Sequence[str], names: _Names) -> Iterator[tuple[str, Any]]:
     elif off == name or not names.is_switch(off):
       raise names.unknown(name)
     elif equals:
-      raise ValueError(f"{word} does not take an argument")
+      raise ValueError(f"{word} does not take an argument: use --{name}")
     else:
       yield off, False
 
@@ -192,50 +191,50 @@ def _unread(name: str, flags: Mapping, reads: Sequence[str]) -> ValueError:
   """Returns the error for a setting that the program does not read."""
   parts = reversed(name.split("."))
   hint = next((f"; did you mean --{x}?" for x in parts if x in flags), "")
-  settings = ", ".join(f"{x}*" if x[-1:] == "." else x for x in reads)
-  problem = f"this program reads only its own flags and {settings}"
+  names = ", ".join(f"{x}*" if x[-1:] == "." else x for x in reads)
+  problem = f"this program reads only its own flags and settings {names}"
   return ValueError(f"--{name}: {problem}{hint}")
 
 
 def _set(config: ConfigDict, name: str, value: Any) -> None:
-  """Sets a key, which need not exist; creates its sections."""
+  """Sets a key of a config; creates the key and its sections if missing."""
   *path, last = name.removeprefix(CONFIG).split(".")
   for key in path:
     if key not in config:
       config[key] = ConfigDict()
     config = config[key]
     if not isinstance(config, ConfigDict):
-      raise ValueError(f"--{name}: {key} is no section, but {config!r}")
+      raise ValueError(f"--{name}: {key} has no fields: it is {config!r}")
   if isinstance(config.get(last), ConfigDict):
     raise ValueError(f"--{name} is a section: set its fields, --{name}.KEY=...")
-  with config.ignore_type():  # a number may become a word
+  with config.ignore_type():  # a word may replace a number
     config[last] = value
 
 
 def parse(
   argv: Sequence[str],
   flags: Mapping[str, Option],
-  declared: settings_lib.Section | None = None,  # of the config, if any
+  declared: settings.Section | None = None,  # of the config, if any
   about: str = "",
   default: Callable[[], ConfigDict] | None = None,  # makes the default config
-  positional: str = "",  # flag of a word without a name: RUN is --model=RUN
-  reads: Sequence[str] = ("",),  # prefixes of the settings that are accepted
+  positional: str = "",  # flag of unnamed arguments: RUN for --model=RUN
+  reads: Sequence[str] = ("",),  # prefixes of all accepted settings
 ) -> tuple[ConfigDict, ConfigDict]:
-  """Reads a program's command line; returns its config and its flags' values.
+  """Parses a program's command line; returns its config and its flags' values.
 
-  The config has its overrides, and is locked but not checked. ValueError for an
-  unknown name, a value of the wrong type or a bad config file. --help prints
-  the help, which begins with `about`, and exits with code 0.
+  The config includes the overrides; it is locked, but its values are unchecked.
+  ValueError for an unknown name, a value of the wrong type or a bad config
+  file. --help prints the help, which begins with `about`, and exits.
   """
-  if "--" in argv:  # ends the flags in other programs
+  if "--" in argv:  # ends the flags of other programs
     raise ValueError("unknown flag --; --help lists all flags")
   words = [word for word in argv if word not in ("--help", "-help", "-h")]
   file, overrides = _take_config(words)
   file = expand_home(file)
   if file and declared is None:
     raise ValueError(f"--config={file}: this program reads no config file")
-  declared = declared or settings_lib.Section("", {})
-  default = default or (lambda: settings_lib.to_config(declared))
+  declared = declared or settings.Section("", {})
+  default = default or (lambda: settings.to_config(declared))
   config = load_file(file, default) if file else default()
   config = config.copy_and_resolve_references()
   if len(words) < len(argv):
@@ -252,7 +251,7 @@ def parse(
         raise ValueError(f"unexpected argument {value!r}: {hint}")
       if positional in typed and name in ("", positional):
         extra = values[positional] if name else value
-        problem = f"--{positional} is given already"
+        problem = f"--{positional} is set already"
         raise ValueError(f"unexpected argument {extra!r}: {problem}")
       name = name or positional
       if name in values:

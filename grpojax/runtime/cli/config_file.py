@@ -1,4 +1,4 @@
-"""Config files: Python with a `get_config()`, and errors with a line number."""
+"""Loading of config files: Python that defines `get_config()`."""
 
 import contextlib
 import difflib
@@ -18,11 +18,9 @@ from grpojax.runtime.files import user_code
 
 @contextlib.contextmanager
 def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
-  """Turns a config file's error into one line with its place.
-
-  The standard input is empty inside of the context.
-  """
-  before, sys.stdin = sys.stdin, io.StringIO()
+  """Turns a config file's error into a ValueError with the file and line."""
+  before = sys.stdin
+  sys.stdin = io.StringIO()  # empty, so that `input()` cannot wait
   try:
     yield
   except (Exception, SystemExit) as error:
@@ -40,8 +38,8 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
       text = f"unknown key {key[1]!r}{hint}"
     if isinstance(error, config_dict.RequiredValueError):
       text = (
-        "a required_placeholder has no value: give the file one, which "
-        "--config.key=value can change"
+        "a required_placeholder has no value: set one in the file, which "
+        "--config.key=value can override"
       )
     raise ValueError(f"{place}: {text}") from error
   finally:
@@ -49,7 +47,7 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
 
 
 def packaged() -> dict[str, str]:
-  """Returns the paths of grpojax's own config files by name."""
+  """Returns the paths of the packaged config files by name."""
   package = pathlib.Path(__file__).parents[2]
   folder = package / "configs"  # in a wheel
   if not folder.is_dir():
@@ -58,22 +56,22 @@ def packaged() -> dict[str, str]:
 
 
 def _find(path: str) -> str:
-  """Returns the path of a file, or of the packaged config with this name."""
+  """Returns the path of an existing file or of a packaged config."""
   if os.path.isfile(path):
     return path
   folder, name = os.path.split(os.path.normpath(path))
   name = name.removesuffix(".py")
-  ours = packaged()
-  if folder in ("", "configs") and name in ours:
-    return ours[name]
-  near = {known: known for known in ours}
+  configs = packaged()
+  if folder in ("", "configs") and name in configs:
+    return configs[name]
+  near = {known: known for known in configs}
   for file in pathlib.Path(folder or ".").glob("*.py"):
     near[file.stem] = str(file)
   guess = difflib.get_close_matches(name, near, n=1)
   hint = f"did you mean {near[guess[0]]}? " if guess else ""
   raise ValueError(
     f"--config={path}: no such file (looked from {os.getcwd()}); {hint}"
-    f"grpojax has {', '.join(ours)}"
+    f"the packaged configs are {', '.join(configs)}"
   )
 
 
@@ -81,9 +79,8 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   """Runs a config file and returns the result of its `get_config()`.
 
   `file` is a path, PATH:ARGUMENT for `get_config(ARGUMENT)`, or the name of a
-  packaged config (x or configs/x.py). `default` makes the config whose keys are
-  suggested for unknown ones. ValueError of one line if the file is missing or
-  fails.
+  packaged config (x or configs/x.py). An error about an unknown key suggests a
+  key of `default()`. ValueError, in one line, if the file is missing or fails.
   """
   path, mark, text = file.partition(".py:")
   is_path = os.path.isfile(file) or not mark
@@ -97,7 +94,7 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
     with user_code.own_directory():
       config = get_config(*argument)
     if isinstance(config, FrozenConfigDict):
-      config = ConfigDict(config)  # which takes overrides
+      config = ConfigDict(config)  # to allow overrides
     if isinstance(config, ConfigDict):
       return config.copy_and_resolve_references()
   raise ValueError(f"{path}: get_config() must return a ConfigDict")

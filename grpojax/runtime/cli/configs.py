@@ -1,4 +1,4 @@
-"""Configs of any program: dotted names, JSON, differences."""
+"""Helpers for configs: dotted names, error messages, JSON and differences."""
 
 import difflib
 import json
@@ -19,14 +19,14 @@ def names(config: ConfigDict) -> set[str]:
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
-  """Returns values by dotted path: `{"optim.learning_rate": 1e-4, ...}`."""
+  """Returns values by dotted name: `{"optim.learning_rate": 1e-4, ...}`."""
   return flax.traverse_util.flatten_dict(config.to_dict(), sep=".")
 
 
 def nearest(name: str, candidates: Sequence[str]) -> str | None:
   """Returns the most similar dotted name, or None if none is similar.
 
-  Compares whole names, last elements, and initials (lr, learning_rate).
+  Compares whole names, last elements, and initials (lr for learning_rate).
   """
   typed = name.split(".")[-1]
 
@@ -46,17 +46,17 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def config_error(field: str, value: Any, remedy: str) -> str:
-  """Returns an error about a setting: its name, its value and a remedy."""
+  """Returns an error message with a setting's name and value, and a remedy."""
   return f"--config.{field} = {value!r}: {remedy}"
 
 
 def below(section: str, text: str) -> str:
-  """Prefixes the settings' names in an error with a section's name."""
+  """Inserts a section's name before the settings' names in an error message."""
   return text.replace("--config.", f"--config.{section}.")
 
 
 def name_errors(name: str) -> list[str]:
-  """Returns an error if a config's name cannot name a directory."""
+  """Returns an error message if a config's name cannot name a directory."""
   if re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name):
     return []
   remedy = "names a directory: use letters, digits, '_', '-' and '.'"
@@ -64,7 +64,7 @@ def name_errors(name: str) -> list[str]:
 
 
 def refuse(config_errors: Sequence[str]) -> None:
-  """Raises ValueError if there are errors, with a line for each."""
+  """Raises ValueError with a line per error, if there are any."""
   if config_errors:
     raise ValueError("\n  ".join(["the config is not valid:", *config_errors]))
 
@@ -75,9 +75,9 @@ def to_json(config: ConfigDict) -> str:
 
 
 def from_json(text: str) -> ConfigDict:
-  """Inverts `to_json`: returns a locked config, with tuples for lists.
+  """Parses the JSON text of a config, and locks it; lists become tuples.
 
-  ValueError if the text is no JSON object.
+  ValueError if the text is not a JSON object.
   """
 
   def restore(value):
@@ -88,9 +88,9 @@ def from_json(text: str) -> ConfigDict:
   try:
     tree = restore(json.loads(text))
   except RecursionError:
-    raise ValueError("it is nested too deep") from None
+    raise ValueError("its JSON is nested too deeply") from None
   if not isinstance(tree, dict):
-    raise ValueError(f"a JSON object is needed, not {type(tree).__name__}")
+    raise ValueError(f"must be a JSON object, not {type(tree).__name__}")
   return ConfigDict(tree).lock()
 
 

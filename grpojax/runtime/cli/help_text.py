@@ -1,4 +1,4 @@
-"""Texts made of declared settings: --help and docs/settings.md."""
+"""Generates --help and docs/settings.md from the declared settings."""
 
 import shutil
 import textwrap
@@ -9,24 +9,24 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from grpojax.core.options import Option
-from grpojax.runtime.cli import settings as lib
+from grpojax.runtime.cli import settings
 from grpojax.runtime.cli.config_file import packaged
 from grpojax.runtime.cli.configs import flatten
 
 Row = tuple[str, Any, Option]  # name, value and declaration of a setting
 
-_MARGIN = 36  # columns of a name, to the left of its description
+_MARGIN = 36  # width of the names, left of the descriptions
 
 
 def _by_section(declared, config) -> dict[str, list[Row]]:
-  """Returns rows by section; a free section belongs to its parent section."""
-  known = dict(lib.flat_settings(declared))
-  below = lib.sections(declared)
-  free = lib.free_sections(declared)
+  """Returns rows by section; keys of a free section go to its parent."""
+  known = dict(settings.flat_settings(declared))
+  below = settings.sections(declared)
+  free = settings.free_sections(declared)
   values = flatten(config)
   by_section = {"": []} | {name: [] for name in below if name not in free}
   for name in dict.fromkeys([*known, *values]):
-    section = next((x for x in free if lib.is_free(name, [x])), "")
+    section = next((x for x in free if settings.is_free(name, [x])), "")
     if name in values and (name in known or section):
       parent = (section or name).rpartition(".")[0]
       text = below[section].text if section else ""
@@ -43,7 +43,7 @@ def _columns() -> int:
 
 
 def _entry(name: str, text: str) -> list[str]:
-  """Returns a name with its description, which goes below a long name."""
+  """Formats a name and its description; a long name gets its own line."""
   margin = min(_MARGIN, _columns() // 3)
   lines = textwrap.wrap(text, _columns() - margin, break_on_hyphens=False)
   lines = [" " * margin + line for line in lines]
@@ -56,8 +56,8 @@ def _entry(name: str, text: str) -> list[str]:
 def _entries(rows: Iterable[Row], prefix: str = "config.") -> list[str]:
   lines = []
   for name, value, option in rows:
-    typed = f"--{prefix}{name}={lib.value_text(value)}"
-    lines += _entry(typed, lib.described(option))
+    typed = f"--{prefix}{name}={settings.value_text(value)}"
+    lines += _entry(typed, settings.described(option))
   return lines
 
 
@@ -68,33 +68,33 @@ def _heading(text: str) -> list[str]:
 def help_text(
   about: str,
   flags: Mapping[str, Option],
-  declared: lib.Section,
+  declared: settings.Section,
   config: ConfigDict,
 ) -> str:
-  """Returns the text of --help, with the values of the config.
+  """Returns the text of --help, with the config's values as defaults.
 
-  The most changed settings come first, then all settings by section.
+  Settings that most people change come first, then all settings by section.
   """
   by_section = _by_section(declared, config)
   by_name = {row[0]: row for rows in by_section.values() for row in rows}
   lines = about.strip().splitlines()
   if by_name:
     lines += _heading(
-      "The values below are the defaults, or those of --config=FILE.py if you "
-      'give one; "config." may be left out.'
+      "The values below are the defaults, or come from --config=FILE.py if you "
+      'add it. The prefix "config." may be left out.'
     )
   lines += _heading("The program's own flags")
   lines += _entries(((k, flag.default, flag) for k, flag in flags.items()), "")
   if by_name:
     lines += _entry(
       "--config=FILE.py",
-      "Python with get_config(); FILE.py:TEXT for get_config(TEXT); or the "
-      f"name of a packaged config: {', '.join(packaged())}",
+      "Python file with get_config() (FILE.py:TEXT: get_config(TEXT)), or a "
+      f"packaged config: {', '.join(packaged())}",
     )
   if declared.first:
     lines += _heading("The settings that most people change")
     lines += _entries(by_name[n] for n in declared.first if n in by_name)
-  titles = {"general": declared} | lib.sections(declared)
+  titles = {"general": declared} | settings.sections(declared)
   for name, rows in by_section.items():
     if rows:
       title = name or "general"
@@ -113,36 +113,38 @@ these defaults.
 def _table(rows: Iterable[tuple[str, Option]]) -> list[str]:
   lines = ["| setting | default | description |", "|---|---|---|"]
   for name, option in rows:
-    default = lib.value_text(option.default)
+    default = settings.value_text(option.default)
     cells = [f"`{name}`", f"`{default}`" if default else ""]
-    cells.append(lib.described(option))
+    cells.append(settings.described(option))
     safe = [c.replace("|", "\\|").replace("<", "&lt;") for c in cells]
     lines.append(f"| {' | '.join(safe)} |")
   return [*lines, ""]
 
 
-def _tables(declared: lib.Section, known: dict[str, lib.Section]) -> list[str]:
-  """Returns the tables of all sections.
+def _tables(
+  declared: settings.Section, known: dict[str, settings.Section]
+) -> list[str]:
+  """Returns a Markdown table per section.
 
-  A section with the settings of a program in `known` lists only the changes.
+  A section that repeats a program in `known` only lists the differences.
   """
   lines = []
-  whole = lib.sections(declared)
+  whole = settings.sections(declared)
   same = {
     name: program
     for name, part in whole.items()
     for program, other in known.items()
     if {*other.fields} <= {*part.fields}
   }
-  for name, rows in _by_section(declared, lib.to_config(declared)).items():
+  for name, rows in _by_section(declared, settings.to_config(declared)).items():
     title = whole[name].text if name else ""
     table = [(path, option) for path, _, option in rows]
     if name in same:
       title = f"the settings of {same[name]}, with these defaults"
-      before = dict(lib.flat_settings(known[same[name]]))
+      before = dict(settings.flat_settings(known[same[name]]))
       table = [
         (f"{name}.{key}", option)
-        for key, option in lib.flat_settings(whole[name])
+        for key, option in settings.flat_settings(whole[name])
         if key not in before or option.default != before[key].default
       ]
     elif name.startswith(tuple(f"{part}." for part in same)):
@@ -155,8 +157,8 @@ def _tables(declared: lib.Section, known: dict[str, lib.Section]) -> list[str]:
 def page(programs: Mapping[str, ModuleType]) -> str:
   """Returns docs/settings.md.
 
-  `programs` maps commands to modules with FLAGS and SETTINGS (None without a
-  config). Programs with the same settings share their tables.
+  `programs` maps a command to its module, with FLAGS and SETTINGS (None if it
+  takes no config). Programs with the same settings share their tables.
   """
   lines = [_HEAD]
   shared = {}

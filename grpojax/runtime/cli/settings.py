@@ -1,10 +1,10 @@
-"""Declared settings: a tree of sections, made of dataclasses of options.
+"""Declarations of settings: a tree of sections, from dataclasses of options.
 
     SETTINGS = section_of(TrainSettings())
     settings = build(TrainSettings(), config)  # from config.eval.every, ...
 
-The declarations give a program's default config, its --help, the errors for
-wrong values and docs/settings.md.
+A program's default config, its --help, its checks of values and
+docs/settings.md are derived from the declarations.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from ml_collections import ConfigDict, FieldReference
 from grpojax.core.options import Option, interval_text, refusal, refuse
 from grpojax.runtime.cli.configs import config_error, flatten, names, nearest
 
-setting = Option  # a flag, or a setting of a config without a dataclass
+setting = Option  # declares a flag, or a setting outside of a dataclass
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """Settings under one name."""
+  """Section of a config: its settings and the sections inside it."""
 
   text: str  # heading in --help
   fields: Mapping[str, "Option | Section"]  # in the order of --help
-  free: bool = False  # takes any key, as keyword arguments of a function
-  first: tuple[str, ...] = ()  # dotted names of the most changed settings
+  free: bool = False  # takes any key, for a function's arguments
+  first: tuple[str, ...] = ()  # dotted names to list first in --help
 
 
 def section(text: str, /, **fields: Option | Section) -> Section:
@@ -38,17 +38,17 @@ def section(text: str, /, **fields: Option | Section) -> Section:
 
 
 def free_section(text: str) -> Section:
-  """Declares a section that takes any key, and is empty by default."""
+  """Declares a section that takes any key and is empty by default."""
   return Section(text, {}, free=True)
 
 
 def inline(options: Any) -> Any:
-  """Declares a field whose settings belong to the enclosing section."""
+  """Declares a nested dataclass whose settings join the outer section."""
   return dataclasses.field(default=options, metadata={"inline": True})
 
 
 def free_field(text: str) -> Any:
-  """Declares a field as a section that takes any key."""
+  """Declares a dataclass field as a section that takes any key."""
   return dataclasses.field(default_factory=dict, metadata={"free": text})
 
 
@@ -77,8 +77,8 @@ def section_of(options: Any) -> Section:
 def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
   """Returns a copy of a dataclass of options with a config's values.
 
-  The ValueError has a line "SETTING = VALUE: ..." per wrong value; `prefix`
-  precedes the setting's name.
+  ValueError has a line "SETTING = VALUE: ..." per invalid value; `prefix` comes
+  before the setting's name.
   """
   values = {}
   errors = []
@@ -95,7 +95,7 @@ def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
     except ValueError as error:
       errors += str(error).split("\n  ")
   try:
-    options = dataclasses.replace(options, **values)  # without wrong sections
+    options = dataclasses.replace(options, **values)  # without invalid sections
   except ValueError as error:
     errors += [f"{prefix}{line}" for line in str(error).split("\n  ")]
   refuse(errors)
@@ -103,7 +103,7 @@ def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def values_of(options: Any) -> dict[str, Any]:
-  """Inverts `build`: returns the values of a dataclass as a nested dict."""
+  """Returns the values of a dataclass of options as a nested dict."""
   values = {}
   for field in dataclasses.fields(options):
     value = getattr(options, field.name)
@@ -116,7 +116,7 @@ def values_of(options: Any) -> dict[str, Any]:
 
 
 def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
-  """Returns the settings with other defaults, by dotted path.
+  """Returns a copy of a section with other defaults, given by dotted path.
 
   KeyError for an unknown setting outside of free sections.
   """
@@ -133,7 +133,7 @@ def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
 
 
 def _below(declared: Section, kind: type, prefix: str = "") -> Iterator[tuple]:
-  """Yields dotted paths and nodes of a tree, of the type `kind` only."""
+  """Yields (dotted path, node) for each node of type `kind`."""
   for name, field in declared.fields.items():
     if isinstance(field, kind):
       yield f"{prefix}{name}", field
@@ -142,7 +142,7 @@ def _below(declared: Section, kind: type, prefix: str = "") -> Iterator[tuple]:
 
 
 def flat_settings(declared: Section) -> Iterator[tuple[str, Option]]:
-  """Yields dotted paths and declarations of all settings."""
+  """Yields (dotted path, declaration) for each setting."""
   return _below(declared, Option)
 
 
@@ -169,7 +169,7 @@ def _fill(config: ConfigDict, declared: Section) -> None:
         config[name] = ConfigDict()
       if isinstance(config[name], ConfigDict):
         _fill(config[name], field)
-    elif name not in config and field.words:  # of any type
+    elif name not in config and field.words:  # may hold a number or a word
       config[name] = FieldReference(field.default, field_type=object)
     elif name not in config:
       config[name] = field.default
@@ -186,10 +186,10 @@ def to_config(declared: Section) -> ConfigDict:
 
 
 def fill_in(config: ConfigDict, declared: Section) -> tuple[ConfigDict, list]:
-  """Adds defaults of missing keys; returns the locked config, unchecked.
+  """Copies a config, adds the defaults of missing keys, and locks it.
 
-  Also returns a line "key = value" per added key. ValueError if most keys are
-  missing, because the config then belongs to something else.
+  Also returns a line "key = value" per added key. Does not check the values.
+  ValueError if most keys are missing: the config is then another program's.
   """
   filled = config.copy_and_resolve_references().unlock()
   _fill(filled, declared)
@@ -203,19 +203,19 @@ def fill_in(config: ConfigDict, declared: Section) -> tuple[ConfigDict, list]:
 
 
 def value_text(value: Any) -> str:
-  """Returns a value as typed on a command line; "" for the empty text."""
+  """Returns a value as typed on a command line, which is "" for no text."""
   if isinstance(value, tuple):
     return ",".join(map(str, value))
   return value.replace("\n", "\\n") if isinstance(value, str) else str(value)
 
 
 def described(declared: Option) -> str:
-  """Returns a setting's text with its choices, words and unusual bounds."""
+  """Returns a setting's text with its choices, bounds and special words."""
   parts = [declared.text]
   if declared.choices:
     parts.append(f"one of {', '.join(declared.choices)}")
-  plain = r"\([0], inf[)\]]|\[[01], (inf|2\*\*)"
-  if declared.within and not re.match(plain, declared.within):
+  usual = r"\([0], inf[)\]]|\[[01], (inf|2\*\*)"  # bounds to leave out
+  if declared.within and not re.match(usual, declared.within):
     parts.append(interval_text(declared.within))
   in_text = set(re.findall(r"\w+", declared.text))
   words = (f"or {word}" for word in declared.words if word not in in_text)
@@ -223,7 +223,7 @@ def described(declared: Option) -> str:
 
 
 def key_errors(declared: Section, config: ConfigDict) -> list[str]:
-  """Returns a line per unknown, missing or mistyped key."""
+  """Returns an error message per unknown, missing or mistyped key."""
   below = sections(declared)
   free = free_sections(declared)
   known = {k: x for k, x in flat_settings(declared) if not is_free(k, free)}
@@ -231,7 +231,7 @@ def key_errors(declared: Section, config: ConfigDict) -> list[str]:
   for name, value in flatten(config).items():
     remedy = ""
     if name in below:
-      remedy = "is a section, with keys of its own"
+      remedy = f"is a section: set its fields, --config.{name}.KEY=..."
     elif name in known and not _has_type(known[name], value):
       remedy = f"must be of type {type(known[name].default).__name__}"
     elif name not in known and not is_free(name, free):
@@ -254,7 +254,7 @@ def _has_type(declared: Option, value: Any) -> bool:
 
 
 def value_errors(declared: Section, values: Mapping[str, Any]) -> list[str]:
-  """Returns a line per invalid value; `values` are by dotted path."""
+  """Returns an error message per invalid value in `values` (by dotted path)."""
   return [
     config_error(name, values[name], reason)
     for name, option in flat_settings(declared)

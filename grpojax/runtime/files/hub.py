@@ -1,7 +1,7 @@
 """Models and data sets of the Hugging Face Hub: ORG/NAME or ORG/NAME@REVISION.
 
-Files go to the Hub's own cache (HF_HOME); its library reads the token of `hf
-auth login` or HF_TOKEN. A branch may move, so `commit` returns its current
+Files go to the Hub's own cache (HF_HOME); its library reads the token from
+`hf auth login` or HF_TOKEN. A branch may move, so `commit` returns its current
 commit; ORG/NAME@COMMIT always has the same files.
 
 Files are fetched by name or pattern from the top directory only: no code, no
@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 from grpojax.models import huggingface as hf
 from grpojax.runtime.processes import interrupts
 
-# Files of a model: its shape, all except the weights, or all.
-CONFIG = ("config.json", hf.ADAPTER)  # the second to refuse adapters
+# Files of a model: its config.json, all except the weights, or all.
+CONFIG = ("config.json", hf.ADAPTER)  # an adapter is refused
 TEXTS = (*hf.COMPANIONS, hf.ADAPTER)
 WHOLE = (*TEXTS, "model*.safetensors", "model.safetensors.index.json")
 
-_SMALL = {"model": CONFIG, "dataset": ("README.md",)}  # fetched for a commit
+_SMALL = {"model": CONFIG, "dataset": ("README.md",)}  # to find a commit
 KINDS = tuple(_SMALL)
 SAY_EVERY = 10.0  # seconds between two lines about a download
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 _NAME = rf"({_PART}/{_PART})(?:@([\w./-]+))?"
-_LOGIN = "give its token by `hf auth login` or HF_TOKEN"
+_LOGIN = "give its token with `hf auth login` or HF_TOKEN"
 
 
 class Name(NamedTuple):
@@ -67,35 +67,35 @@ def commit(name: Name, kind: str = "model") -> str:
 def fetch(name: Name, files: Sequence, kind: str = "model") -> pathlib.Path:
   """Downloads files of a repository; returns a read-only cached directory.
 
-  `files` are names or patterns in its top directory; the directory's name is
-  the commit. Processes of a host wait for each other, file by file. Ctrl-C and
-  SIGTERM end a download after its current piece (10 MB), by interrupts.Left.
-  ValueError with the reason if the files cannot be fetched.
+  `files` are names or patterns in the repository's top directory. The cached
+  directory is named by the commit. Processes of a host wait for each other,
+  file by file. Ctrl-C and SIGTERM end a download with interrupts.Left, after a
+  piece of 10 MB. ValueError with the reason if the files cannot be fetched.
   """
   import huggingface_hub
   from huggingface_hub.utils import logging
 
-  if parse(name.id) is None:  # guards addresses and paths
-    raise ValueError(f"{name.id!r} is no name of the Hub: give ORG/NAME")
+  if parse(name.id) is None:  # must not get into URLs and paths
+    raise ValueError(f"{name.id!r} is not a name on the Hub: give ORG/NAME")
   logging.set_verbosity_error()  # warnings would show signed addresses
   try:
-    with interrupts.deferred(*interrupts.BOTH) as came:
+    with interrupts.deferred(*interrupts.BOTH) as signals:
       directory = huggingface_hub.snapshot_download(
         name.id,
         repo_type=kind,
         revision=name.revision,
         allow_patterns=list(files),
         ignore_patterns=["*/*"],
-        tqdm_class=_bar(name, came),
+        tqdm_class=_bar(name, signals),
       )
   except (ValueError, interrupts.Left):
     raise
   except Exception as error:
-    raise ValueError(_in_words(error, name, kind)) from error
+    raise ValueError(_describe_error(error, name, kind)) from error
   return pathlib.Path(directory)
 
 
-def _bar(name: Name, came: Sequence[int]) -> type:
+def _bar(name: Name, signals: Sequence[int]) -> type:
   """Returns a class of progress bars that print a line every `SAY_EVERY` s."""
   from huggingface_hub import constants
   from tqdm import tqdm
@@ -115,7 +115,7 @@ def _bar(name: Name, came: Sequence[int]) -> type:
     def update(self, n: Any = 1) -> Any:
       nonlocal last
       is_drawn = super().update(n)
-      if self.unit == "B" and came:
+      if self.unit == "B" and signals:
         raise interrupts.Left(f"the download of {name.id} was interrupted")
       if self.unit == "B" and time.monotonic() - last > SAY_EVERY:
         last = time.monotonic()
@@ -130,8 +130,8 @@ def _bar(name: Name, came: Sequence[int]) -> type:
   return Bar
 
 
-def _in_words(error: Exception, name: Name, kind: str) -> str:
-  """Describes an error; its message may have a signed address."""
+def _describe_error(error: Exception, name: Name, kind: str) -> str:
+  """Describes an error without its message, which may have a signed URL."""
   from huggingface_hub import constants, errors
 
   cache = constants.HF_HUB_CACHE

@@ -1,7 +1,7 @@
-"""JSON files, written whole or not at all, and JSON lines, row by row.
+"""JSON files, which are written whole or not at all, and JSON lines.
 
-A row is a dict with "step" and numbers. Write the rows of step k before its
-checkpoint, so that a resumed run has all rows.
+A row of JSON lines is a dict with "step" and numbers. Write the rows of step
+k before its checkpoint, so that a resumed run has all rows.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _naming(path: str | os.PathLike) -> Iterator[None]:
-  """Adds the file's name to errors of the operating system."""
+  """Adds the file's name to OSErrors."""
   try:
     yield
   except OSError as error:
@@ -76,14 +76,14 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
 
 
 def append_jsonl(path: str | os.PathLike, row: Mapping[str, Any]) -> None:
-  """Appends a row in a single write."""
+  """Appends a row as a line of JSON, in a single write."""
   with _naming(path), open(path, "a", encoding="utf-8") as file:
     file.write(json.dumps(_plain(row)) + "\n")
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Returns the rows before an incomplete last line; ValueError if damaged."""
-  # A path of etils may be on gs://.
+  """Returns all rows except an incomplete last one; ValueError if damaged."""
+  # Keeps a path of etils, which may be on gs://.
   file = path if isinstance(path, pathlib.PurePath) else pathlib.Path(path)
   if not file.exists():
     return []
@@ -95,7 +95,7 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
       if not isinstance(row, dict) or type(row.get("step", 0)) is not int:
         raise ValueError(f"no object with an integer step: {row!r:.40}")
     except (RecursionError, ValueError) as error:
-      text = f"{path}, line {number}: no row of JSON ({error}); remove it"
+      text = f"{path}, line {number}: no row of JSON ({error}): remove it"
       raise ValueError(text) from error
     rows.append(row)
   return rows
@@ -109,7 +109,7 @@ def truncate_jsonl(path: str | os.PathLike, step: int) -> None:
 
 
 def duration(seconds: int | float) -> str:
-  """Returns seconds as "12s", "3m05s" or "2h07m"."""
+  """Formats a duration as "12s", "3m05s" or "2h07m"."""
   seconds = max(round(seconds), 0)
   if seconds < 60:
     return f"{seconds}s"

@@ -20,7 +20,7 @@ LOCK = ".lock"  # in the run directory
 
 
 def me() -> dict[str, str | int]:
-  """Describes this process as a lock's holder."""
+  """Describes this process as the holder of a lock."""
   return {
     "pid": os.getpid(),
     "host": socket.gethostname(),
@@ -34,7 +34,7 @@ def refusal(
   text: bytes,
   advice: str = "; wait for it, end it, or give another directory",
 ) -> ValueError:
-  """Returns the error for a directory locked by another process.
+  """Returns the error for a run directory that another process has locked.
 
   `text` is the content of the lock's file, the JSON of the holder's `me`.
   """
@@ -62,12 +62,12 @@ def _is_there(file: int, path: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def hold(directory: str | os.PathLike) -> Iterator[Callable[[], None]]:
-  """Creates a run directory and locks it during the context.
+  """Creates a run directory and locks it inside the context.
 
   Yields a function that raises `disk.WriteFailed` if the directory was
-  replaced. ValueError if another process holds the lock. Started programs do
-  not inherit it, but forked children share it: if this process is killed, the
-  lock ends with the last child.
+  replaced. ValueError if another process holds the lock. Programs that this
+  process starts do not inherit the lock, but forked children do: if this
+  process is killed, the lock ends with the last child.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)

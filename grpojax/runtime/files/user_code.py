@@ -1,8 +1,8 @@
-"""Import of a user's Python files: rewards and configs.
+"""Import of a user's Python files, such as rewards and configs.
 
 Repeated loads return the same module, so classes can be pickled and functions
-share globals. A file may import files next to it. In a package (a directory
-with `__init__.py`), it is the package's module.
+share globals. A file may import files next to it. A file in a package (a
+directory with `__init__.py`) is imported as a module of the package.
 """
 
 import ast
@@ -21,9 +21,8 @@ from types import ModuleType
 def load(path: str) -> ModuleType:
   """Imports a file; returns the same module again if its text is the same.
 
-  OSError without a file; ImportError if another module has its name, or the
-  name of a file next to it that it imports. A file that failed may be loaded
-  again.
+  OSError if there is no file; ImportError if another module has its name, or
+  the name of a file next to it that it imports. Can be retried after an error.
   """
   file = pathlib.Path(path).resolve()
   if not file.exists():
@@ -39,7 +38,7 @@ def load(path: str) -> ModuleType:
     else:
       module = sys.modules.get(name) or _execute(name, file, text)
   if pathlib.Path(module.__file__ or "").resolve() != file:
-    raise ImportError(f"{file}: {module.__file__} is {name} already: rename it")
+    raise ImportError(f"rename {file}: {module.__file__} is imported as {name}")
   _check_neighbours(module, root)
   return module
 
@@ -119,18 +118,18 @@ _directory = [os.curdir]  # working directory of user code
 def own_directory() -> Iterator[None]:
   """Gives user code its own working directory, which it may change.
 
-  The program's stays, because run, data and models may have relative paths.
+  The program keeps its own: paths of run, data and models may be relative.
   """
-  ours = _working_directory()
+  program = _working_directory()
   with contextlib.suppress(OSError):
     os.chdir(_directory[0])
   try:
     yield
   finally:
-    theirs = _working_directory()
-    _directory[0] = os.curdir if theirs == ours else theirs
+    user = _working_directory()
+    _directory[0] = os.curdir if user == program else user
     with contextlib.suppress(OSError):
-      os.chdir(ours)
+      os.chdir(program)
 
 
 def _working_directory() -> str:
@@ -157,7 +156,7 @@ def _importable(root: pathlib.Path) -> Iterator[None]:
 
 
 def _check_neighbours(module: ModuleType, root: pathlib.Path) -> None:
-  """Raises ImportError if `module` imports another file than its neighbour."""
+  """Raises ImportError if another module hides a file next to `module`."""
   for value in vars(module).values():
     name = value.__name__ if isinstance(value, ModuleType) else ""
     name = name or getattr(value, "__module__", None) or ""
@@ -167,5 +166,5 @@ def _check_neighbours(module: ModuleType, root: pathlib.Path) -> None:
     if beside.is_file() and other and pathlib.Path(other).resolve() != beside:
       raise ImportError(
         f"{module.__file__} imports {top}, and there are two: {beside} and "
-        f"{other}; rename one"
+        f"{other}; rename one of them"
       )

@@ -1,15 +1,15 @@
-"""Training on several processes, which join, agree and end together.
+"""Training on several processes: how they join, agree and end together.
 
 Every process runs the same program on one global mesh (jax.distributed), and
-repeats cheap work: prompts, settings, packing. Decoding and scoring of texts
-are split by `rows_of`. Only process 0 writes the run directory (`on_main`),
+repeats cheap work: prompts, settings, packing. `rows_of` splits the decoding of
+texts and their rewards. Only process 0 writes the run directory (`on_main`),
 except for checkpoints, which Orbax writes from all processes.
 
-If a process raises alone, the other processes wait in their next collective. So
-`on_main`, `agreed` and `check_same` exchange errors. The next collective, or
-JAX within `HEARTBEAT` seconds, notices a killed process and ends the run.
+If one process raised an error alone, the others would wait for it in their next
+collective. So `on_main`, `agreed` and `check_same` exchange errors. A killed
+process is noticed by the next collective, or by JAX within `HEARTBEAT` seconds.
 
-Messages use JAX's coordination service (a private name), because devices would
+Messages use JAX's coordination service (a private API), because devices would
 deliver them only after all previously dispatched programs.
 """
 
@@ -39,14 +39,14 @@ from grpojax.runtime.processes import interrupts
 
 HEARTBEAT = 30  # seconds after which a silent process counts as dead
 PATIENCE = 300  # seconds to wait for the other processes at the start
-SAY_AFTER = 10.0  # seconds after which a wait is reported
+SAY_AFTER = 10.0  # seconds of waiting before a message
 
-FLAGS = {  # the arguments of `joined`, for programs on several hosts
+FLAGS = {  # arguments of `joined`, for programs on several hosts
   "coordinator": setting(
     "", "HOST:PORT of process 0; not needed on Cloud TPU, GKE, SLURM"
   ),
-  "num_processes": setting("", "number of processes, with --coordinator"),
-  "process_id": setting("", "process number from 0, with --coordinator"),
+  "num_processes": setting("", "number of processes (with --coordinator)"),
+  "process_id": setting("", "process number, from 0 (with --coordinator)"),
 }
 
 
@@ -57,11 +57,11 @@ FLAGS = {  # the arguments of `joined`, for programs on several hosts
 def joined(
   coordinator: str = "", num_processes: str = "", process_id: str = ""
 ) -> Iterator[None]:
-  """Joins the processes of a run, in which only process 0 prints.
+  """Connects the processes of a run; inside the context only process 0 prints.
 
-  The arguments are `FLAGS`. Without them JAX finds the other processes (Cloud
-  TPU, GKE, SLURM), if any. ValueError if they are wrong or unreachable;
-  interrupts.Left if SIGTERM arrives before process 0 is reachable.
+  `FLAGS` describes the arguments. Without them JAX finds the other processes
+  (Cloud TPU, GKE, SLURM), if any. ValueError if the arguments are wrong or no
+  process answers; interrupts.Left if SIGTERM comes before process 0 does.
   """
   options: dict[str, Any] = {}
   if coordinator or num_processes or process_id:
@@ -102,10 +102,10 @@ def _say(text: str) -> None:
 
 
 def _several(environ: Mapping[str, str]) -> bool:
-  """Returns True if JAX finds other processes from these variables."""
+  """Returns True if environment variables tell JAX of other processes."""
   tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
   slurm = "SLURM_PROCID" in environ and tasks.isdecimal() and int(tasks) > 1
-  # libtpu sets a sentence if it finds no hosts.
+  # If libtpu finds no hosts, this variable holds a sentence.
   hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
   gke = "," in hosts and " " not in hosts
   return slurm or gke or "JAX_COORDINATOR_ADDRESS" in environ
@@ -118,7 +118,7 @@ def _on_tpu_vm() -> bool:
 
 
 def _from_arguments(coordinator, num_processes, process_id) -> dict[str, Any]:
-  """Returns the arguments of `jax.distributed.initialize`."""
+  """Converts the flags to arguments of `jax.distributed.initialize`."""
   host, _, port = coordinator.rpartition(":")
   numbers = (port, num_processes, process_id)
   valid = host and all(text.isdecimal() for text in numbers)
@@ -140,7 +140,7 @@ def _from_arguments(coordinator, num_processes, process_id) -> dict[str, Any]:
 def _find_coordinator(coordinator, process, problems) -> None:
   """Waits until process 0 is reachable; in process 0, checks its port instead.
 
-  `problems` gets the reason of the wait.
+  Puts the reason for the wait into `problems`.
   """
   host, _, port = coordinator.rpartition(":")
   if process == 0:
@@ -168,10 +168,10 @@ def _find_coordinator(coordinator, process, problems) -> None:
 def _patience() -> Iterator[list[str]]:
   """Reports a long wait for other processes; ends it after `PATIENCE` seconds.
 
-  JAX itself waits silently and aborts. Yields a list for a problem to report.
+  JAX itself would wait silently and abort. Yields a list to put the reason in.
   """
   problems: list[str] = []
-  joined = threading.Event()
+  success = threading.Event()
 
   def watch() -> None:
     others = "the other processes of this run"
@@ -179,7 +179,7 @@ def _patience() -> Iterator[list[str]]:
       (SAY_AFTER, f"waiting for {others}, {PATIENCE} s at most"),
       (PATIENCE - SAY_AFTER, f"{others} did not come within {PATIENCE} s"),
     ):
-      if joined.wait(seconds):
+      if success.wait(seconds):
         return
       _say(": ".join([text, *problems]))
     _say(
@@ -192,7 +192,7 @@ def _patience() -> Iterator[list[str]]:
   try:
     yield problems
   finally:
-    joined.set()
+    success.set()
 
 
 # End
@@ -200,10 +200,10 @@ def _patience() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _ending_together() -> Iterator[None]:
-  """Ends together with all other processes, or at once after an error.
+  """Waits for the other processes at the end; after an error ends at once.
 
-  Exits with a message or by SIGTERM happen in all processes. Other errors and
-  Ctrl-C happen in one process, and the other processes notice its end.
+  An exit with a message, or by SIGTERM, happens in all processes. Other errors
+  and Ctrl-C end one process, and the other processes notice that.
   """
   code = None
   try:
@@ -226,7 +226,7 @@ def _ending_together() -> Iterator[None]:
         _client().key_value_set(_GONE, text)
       interrupts.end(1)
     code = error.code or 0
-    if isinstance(code, str):  # printed before the wait
+    if isinstance(code, str):  # shown before the wait
       _say(code)
       code = 1
     if code == interrupts.INTERRUPTED:
@@ -246,8 +246,8 @@ def _ending_together() -> Iterator[None]:
 def _caused_by_another(error: BaseException) -> bool:
   """Returns True if the end of another process caused the error.
 
-  A collective raises ValueError at dispatch, which may have become the message
-  of an exit. Some of JAX's errors are local, such as out of memory.
+  A failed collective raises ValueError at dispatch, which a caller may turn
+  into SystemExit. Some of JAX's errors are local, such as out of memory.
   """
   if isinstance(error, OtherGone):
     return True
@@ -262,7 +262,7 @@ def _caused_by_another(error: BaseException) -> bool:
 
 def count() -> int:
   """Returns the number of processes."""
-  # Counting starts JAX's devices, which is slow and may print.
+  # `jax.process_count` initializes devices, which is slow and may print.
   return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
@@ -291,7 +291,7 @@ def my_rows(rows: int) -> slice:
 
 
 class OtherGone(Exception):
-  """Raised if another process of this run ended by an error."""
+  """Raised if another process of this run ended with an error."""
 
 
 _GONE = "grpojax/gone"
@@ -314,28 +314,28 @@ def _receive(key: str) -> bytes:
     except jax.errors.JaxRuntimeError as error:
       if not str(error).startswith("DEADLINE_EXCEEDED"):
         raise
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # no such key
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # none has ended
       raise OtherGone(_client().key_value_try_get(_GONE))
 
 
 def gather(value: Any) -> list[Any]:
-  """Returns the JSON values (or NaN) of all processes; all must call it."""
+  """Exchanges JSON values (or NaN): returns those of all processes in order."""
   if not several():
     return [value]
   me = jax.process_index()
   n = next(_numbers)
   text = json.dumps(value).encode()
-  if n == 0:  # connect the devices now: a minute later it would fail
+  if n == 0:  # connect devices now: after a minute it would fail
     multihost_utils.process_allgather(np.int32(0))
   _client().key_value_set_bytes(_key(n, me), text)
   texts = [text if i == me else _receive(_key(n, i)) for i in range(count())]
-  if n:  # by now all processes have read the previous messages
+  if n:  # now all processes have read the previous message
     _client().key_value_delete(_key(n - 1, me))
   return [json.loads(text) for text in texts]
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-  """Calls a function in process 0; all return its JSON value or raise."""
+  """Calls a function in process 0; all processes return its JSON value."""
   value = None
   with agreed():
     if is_main():
@@ -345,7 +345,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-  """Raises a process's exception in all processes, elsewhere as ValueError.
+  """Raises one process's exception in all (as ValueError in the others).
 
   Code inside the context must not wait for other processes.
   """
@@ -369,7 +369,7 @@ def agreed() -> Iterator[None]:
 
 
 def check_same(**values: str) -> None:
-  """Raises ValueError in all processes if their named texts differ."""
+  """Raises ValueError in all processes if the texts in `values` differ."""
   first, *others = gather(values)
   for i, other in enumerate(others, 1):
     for name, text in other.items():

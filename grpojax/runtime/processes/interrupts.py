@@ -1,4 +1,4 @@
-"""Start of a program, and signals: SIGTERM saves a run, Ctrl-C ends it at once.
+"""Start of programs, and signals: SIGTERM saves a run, Ctrl-C ends it at once.
 
 Schedulers (SLURM, Kubernetes, spot machines) send SIGTERM some seconds before
 they kill a job. A run checks for it between the parts of a step, saves a
@@ -33,7 +33,7 @@ class _Output(io.FileIO):
 
   def write(self, data: Any) -> int:
     try:
-      # None if another program has set the terminal to non-blocking.
+      # `write` returns None if a program made the terminal non-blocking.
       while (written := super().write(data)) is None:
         select.select([], [self], [])
       return written
@@ -42,7 +42,7 @@ class _Output(io.FileIO):
       os.dup2(devnull, self.fileno())
       os.close(devnull)
       if self.fileno() == 1:
-        reason = f"cannot be written ({error.strerror}): going on without it"
+        reason = f"cannot be written ({error.strerror}): continuing without it"
         print(f"the standard output {reason}", file=sys.stderr)
       return memoryview(data).nbytes
 
@@ -56,7 +56,7 @@ class _Buffer(io.BufferedWriter):
 
 def _open_outputs() -> None:
   """Opens the standard streams so that a failed print never ends a program."""
-  # Otherwise the next file would get the number of a closed stream.
+  # The next opened file would get the number of a closed stream.
   for number in range(3):
     try:
       os.fstat(number)
@@ -79,9 +79,9 @@ def _end_interrupted() -> NoReturn:
 
 
 def _on_ctrl_c(number: int, frame: types.FrameType | None) -> None:
-  """Raises KeyboardInterrupt in a program's `main`; ends it during imports.
+  """Raises KeyboardInterrupt inside `main`; ends the program during imports.
 
-  Modules in C crash, or raise other errors, if their import is interrupted.
+  C extensions crash, or raise other errors, if their import is interrupted.
   """
   while frame:
     file = os.path.basename(frame.f_code.co_filename)
@@ -99,8 +99,7 @@ def _show_error(kind: type, error: BaseException, traceback: Any) -> None:
 
 
 def _show_ignored(ignored: Any) -> None:
-  """Reports exceptions that Python ignores, except after a failed load."""
-  # TensorStore's threads and Orbax's tasks outlive the error.
+  """Reports ignored exceptions, except those of tasks of a failed load."""
   text = f"{ignored.object} {ignored.exc_value}"
   if "Event loop is closed" not in text and "_read_array" not in text:
     sys.__unraisablehook__(ignored)
@@ -109,13 +108,14 @@ def _show_ignored(ignored: Any) -> None:
 def begin() -> None:
   """Prepares the outputs and signals of a grpojax program."""
   _open_outputs()
-  sys.excepthook, sys.unraisablehook = _show_error, _show_ignored
+  sys.excepthook = _show_error
+  sys.unraisablehook = _show_ignored
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _on_ctrl_c)
 
 
 class Left(Exception):
-  """Raised if a run is ended before it begins."""
+  """Raised if a signal ends a program before its run begins."""
 
 
 def end(code: int) -> NoReturn:
@@ -143,14 +143,14 @@ def exit_program() -> NoReturn:
 
 
 def _after_fork() -> None:
-  """Restores the default SIGTERM in a fork, as by `multiprocessing.Pool`."""
+  """Restores the default action of SIGTERM in a forked process."""
   if getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
   _mask(signal.SIG_UNBLOCK)
 
 
 _mask = lambda action: signal.pthread_sigmask(action, {signal.SIGTERM})
-# Python loses a signal that arrives just after a fork, so it is blocked.
+# Python loses a signal that arrives just after a fork, so forks block it.
 os.register_at_fork(
   before=lambda: _mask(signal.SIG_BLOCK),
   after_in_parent=lambda: _mask(signal.SIG_UNBLOCK),
@@ -160,7 +160,7 @@ os.register_at_fork(
 
 @contextlib.contextmanager
 def handled(handler: Any, *numbers: int) -> Iterator[None]:
-  """Sets a signal handler during the context, if in the main thread."""
+  """Sets a signal handler inside the context, if this is the main thread."""
   if threading.current_thread() is not threading.main_thread():
     numbers = ()
   before = {number: signal.signal(number, handler) for number in numbers}
@@ -168,43 +168,43 @@ def handled(handler: Any, *numbers: int) -> Iterator[None]:
     yield
   finally:
     for number, old in before.items():
-      # None if it was not set from Python, which cannot restore it.
+      # Python cannot restore a handler set in C (None).
       signal.signal(number, old or signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def _noted(numbers: Iterable[int], error=None) -> Iterator[list[int]]:
-  """Yields a list of the signals so far; raises `error`, if any, at each."""
-  came: list[int] = []
+  """Yields a list that records signals; raises `error`, if any, at each."""
+  arrived: list[int] = []
 
   def note(number: int, _: Any) -> None:
-    came.append(number)
+    arrived.append(number)
     if error:
       raise error
 
-  # Keeps JAX's handler, which is in C, and the ignoring of a background job.
-  foreign = (None, signal.SIG_IGN)
-  numbers = [n for n in numbers if signal.getsignal(n) not in foreign]
+  # Leaves out signals that JAX handles in C or a background job ignores.
+  keep = (None, signal.SIG_IGN)
+  numbers = [n for n in numbers if signal.getsignal(n) not in keep]
   with handled(note, *numbers):
-    yield came
+    yield arrived
 
 
 @contextlib.contextmanager
 def deferred(*numbers: int) -> Iterator[list[int]]:
   """Delays signals to the end of the context; yields a list of them."""
-  came: list[int] = []
+  arrived: list[int] = []
   try:
-    with _noted(numbers) as came:
-      yield came
+    with _noted(numbers) as arrived:
+      yield arrived
   finally:
-    for number in dict.fromkeys(came):
+    for number in dict.fromkeys(arrived):
       signal.raise_signal(number)
 
 
 def raising_ctrl_c() -> contextlib.AbstractContextManager[list[int]]:
   """Raises KeyboardInterrupt at Ctrl-C; yields a list of the signals.
 
-  The list includes signals whose exception was ignored in a destructor.
+  The list includes signals whose exception Python ignored in a destructor.
   """
   return _noted([signal.SIGINT], KeyboardInterrupt)
 
@@ -213,9 +213,9 @@ def raising_ctrl_c() -> contextlib.AbstractContextManager[list[int]]:
 def raising_sigterm() -> Iterator[None]:
   """Raises `Left` at SIGTERM, or at the end if Python ignored the exception."""
   left = Left("ended by SIGTERM")
-  with _noted([signal.SIGTERM], left) as came:
+  with _noted([signal.SIGTERM], left) as arrived:
     yield
-  if came:
+  if arrived:
     raise left
 
 
@@ -223,9 +223,9 @@ def raising_sigterm() -> Iterator[None]:
 def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
   """Yields `requested(together=False)`, which tells if SIGTERM has arrived.
 
-  Several processes must save the same step, so they call it with `together` at
-  the same points, and JAX chooses one that no process has reached. Their calls
-  without `together` return False.
+  Several processes must save the same step: they call it with `together` at the
+  same points, and JAX chooses a point that no process has reached yet. If there
+  are several processes, calls without `together` return False.
   """
   if several:
     from jax.experimental import multihost_utils
@@ -234,16 +234,16 @@ def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
     reached = multihost_utils.reached_preemption_sync_point
     yield lambda together=False: together and reached(next(points))
     return
-  came: list[int] = []
+  arrived: list[int] = []
 
   def note(number: int, _: Any) -> None:
-    came.append(number)
+    arrived.append(number)
     # The default action, not a Python handler, so that a second SIGTERM kills
     # even while the main thread is deep inside a compiled call.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    message = b"SIGTERM: ends when all is saved; a second one kills at once\n"
+    message = b"SIGTERM: ends after saving; a second SIGTERM kills at once\n"
     with contextlib.suppress(OSError):  # a closed output
       os.write(2, message)  # print is not reentrant
 
   with handled(note, signal.SIGTERM):
-    yield lambda together=False: bool(came)
+    yield lambda together=False: bool(arrived)

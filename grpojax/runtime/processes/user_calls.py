@@ -23,7 +23,7 @@ class OutOfTime(BaseException):
 class WrongAnswer(ValueError):
   """Raised when a user function returns an invalid value.
 
-  Its message is shown without the type and the place.
+  Its message is shown without the exception's type and line.
   """
 
 
@@ -90,7 +90,7 @@ def in_time(
       old_timer = signal.setitimer(timer, min(seconds, FOREVER), 1.0)
       function()
     finally:
-      signal.setitimer(timer, 0)  # the outer `finally` sets it again
+      signal.setitimer(timer, 0)  # the outer `finally` restores it
     return True
   except OutOfTime:
     return False
@@ -101,7 +101,7 @@ def in_time(
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-  """Ends a process forked inside of the context when it leaves the context."""
+  """Ends a process forked inside the context when that leaves the context."""
   process = os.getpid()
   try:
     yield

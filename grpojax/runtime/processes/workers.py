@@ -2,13 +2,13 @@
 
 Workers are new programs, never forks, and load no JAX. A thread per worker
 sends the jobs. Without workers `WorkerPool.results` does the jobs in this
-process, and an alarm interrupts slow ones, but crashes and hanging C code need
-workers.
+process, where an alarm interrupts slow jobs. Only workers protect it from
+crashes and from C code that hangs.
 
 A worker reads lines `ID SECONDS JSON`, which cannot run code. The first line
 prepares it; every other line is a job, answered by lines [ID, OUTCOME]. The ID
-is random, so user code that forks, prints, closes files or writes to all of
-them cannot disturb other jobs. Code that searches for the current ID can forge
+is random, so user code that forks, prints, closes files or writes to every open
+file cannot disturb other jobs. Code that searches for the current ID can forge
 its own result: code that a model wrote needs a sandbox.
 """
 
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from grpojax.runtime.processes import user_calls
 
-_POLL = 0.5  # seconds between calls of `check_signals`, up to twice as many
+_POLL = 0.5  # seconds between calls of `check_signals`, at most twice that
 _START = 120.0  # seconds for a worker to load its functions
 _STOP = 0.1  # seconds between checks whether to stop
 _CLOSING = 5.0  # seconds for an idle worker to close its resources
@@ -41,16 +41,16 @@ _MEMORY = 2**33  # limit in bytes for a worker's data
 _LEEWAY = 2.0  # seconds after a job's limit until an orphaned worker ends
 
 Answer = Callable[[Any], Iterable[Any]]  # maps a job to its JSON outcomes
-# Parses a JSON outcome; ValueError, TypeError or AttributeError skip a line.
+# Parses a JSON outcome. ValueError, TypeError, AttributeError skip its line.
 Parse = Callable[[Any], Any]
 
 
 def to_line(message: Any) -> bytes:
-  """Returns a message to a worker; ValueError if it cannot be JSON."""
+  """Encodes a message for a worker as JSON; ValueError if that fails."""
   try:
     return json.dumps(message, default=to_plain).encode() + b"\n"
   except (TypeError, ValueError) as error:
-    wrong = f"only JSON reaches the workers (or use 0 workers): {error}"
+    wrong = f"workers receive only JSON (or use 0 workers): {error}"
     raise ValueError(wrong) from error
 
 
@@ -62,7 +62,7 @@ def to_plain(value: Any) -> Any:
 
 
 def run(prepare: Callable[[Any], Answer]) -> None:
-  """Answers jobs by `prepare(setup)` until the input ends; ends the process."""
+  """Answers jobs with `prepare(setup)` until the input ends, then exits."""
   with contextlib.suppress(BrokenPipeError):
     _serve(prepare)
   with contextlib.suppress(OSError, ValueError):  # it may be closed
@@ -74,13 +74,13 @@ def _serve(prepare: Callable[[Any], Answer]) -> None:
   with contextlib.suppress(AttributeError, OSError):  # not on Linux
     # Linux kills this process when the thread that started it ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
   requests = os.fdopen(os.dup(0), "rb")
   replies = os.dup(1)
   # Functions that read or print must not disturb the messages.
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
-  sys.stdout.reconfigure(line_buffering=True)  # survives a kill
+  sys.stdout.reconfigure(line_buffering=True)  # lines survive a kill
 
   def reply(name: bytes, outcome: Any) -> None:
     # Starts a new line, because other code may have written half a line.
@@ -101,7 +101,7 @@ def _serve(prepare: Callable[[Any], Answer]) -> None:
     return
   reply(name, None)  # ready
   for line in requests:
-    # The default action always ends the process; user code may change it.
+    # User code may have changed the action, whose default ends the process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     name, seconds, job = line.split(b" ", 2)
     limit = min(float(seconds) + _LEEWAY, user_calls.FOREVER)
@@ -123,17 +123,17 @@ class Job(NamedTuple):
 
 
 class Lost(Exception):
-  """Raised if the worker died or was killed; the message gives the reason."""
+  """Raised if a job has no result; the message gives the reason."""
 
 
 @dataclasses.dataclass(eq=False)
 class Process:
-  """A worker process, to be used by one thread at a time."""
+  """A worker process, which one thread may use at a time."""
 
-  module: str  # calls `run`
+  module: str  # name of a module that calls `run`
   setup: bytes  # first line for the worker
   parse: Parse  # parses outcomes
-  longest: int  # approximate bytes of an answer
+  longest: int  # approximate limit of bytes of an answer
   _process: subprocess.Popen | None = None
   _pending: bytearray = dataclasses.field(default_factory=bytearray)
 
@@ -170,8 +170,8 @@ class Process:
   def ask(self, line: bytes, job: Job, stop: Callable) -> Iterator[Any]:
     """Sends a job's line, to a new process if needed; yields its outcomes.
 
-    Kills the process and raises `Lost` after its time limit, if it dies, or if
-    `stop`, called every `_STOP` seconds, returns True.
+    Kills the process and raises `Lost` after the time limit, if the process
+    dies, or if `stop` (called every `_STOP` seconds) returns True.
     """
     if self._process is not None and self._process.poll() is not None:
       self.kill()  # it ended after its previous answer
@@ -238,7 +238,7 @@ class Process:
       raise Lost(_end_of(self._process))
     self._pending += data
     if b"\n" not in data:
-      del self._pending[: -self.longest]  # of an endless line
+      del self._pending[: -self.longest]  # bounds an endless line
       return []
     *lines, self._pending = self._pending.split(b"\n")
     return lines
@@ -286,7 +286,7 @@ class Submission:
 
 
 def abandon(submissions: Sequence[Submission]) -> None:
-  """Gives up submissions and kills their workers."""
+  """Gives up submissions and kills the workers that are at their jobs."""
   for submission in submissions:
     submission.abandoned = True
 
@@ -295,16 +295,16 @@ class WorkerPool(contextlib.AbstractContextManager):
   """Context manager that does jobs in worker processes, or in this process.
 
   After `patience` = max(8, 4 * workers) jobs lost in a row, a submission skips
-  its remaining jobs. ValueError if the setup is no JSON, or a worker did not
+  its remaining jobs. ValueError if the setup is not JSON, or a worker does not
   start.
   """
 
   def __init__(
     self,
-    module: ModuleType,  # has `parse`, and `prepare` to make an `Answer`
+    module: ModuleType,  # has `parse`, and `prepare`, which makes an `Answer`
     setup: Any,  # JSON for `prepare`
     workers: int,  # number of processes; 0 does the jobs in this process
-    longest: int = 2**16,  # bytes of an answer
+    longest: int = 2**16,  # limit of bytes of an answer
     pinned: bool = False,  # jobs with the same `Job.place` share a worker
   ):
     self.patience = max(8, 4 * workers)
@@ -352,7 +352,7 @@ class WorkerPool(contextlib.AbstractContextManager):
       process.kill()
 
   def start(self, sent: Submission) -> None:
-    """Starts the jobs; ValueError if the content of a job is no JSON."""
+    """Starts the jobs; ValueError if the content of a job is not JSON."""
     if self._threads:
       lines = [to_line(job.content) for job in sent.jobs]
       for index, line in enumerate(lines):
@@ -362,7 +362,7 @@ class WorkerPool(contextlib.AbstractContextManager):
   def results(
     self, submissions: Sequence[Submission], check_signals: Callable[[], None]
   ) -> Iterator[tuple[Submission, Done]]:
-    """Yields jobs as they are done.
+    """Yields (submission, result) for each job, as jobs finish.
 
     Calls `check_signals` every 0.5 s or, without workers, before each job. If
     it raises, all submissions are abandoned.
@@ -400,22 +400,22 @@ class WorkerPool(contextlib.AbstractContextManager):
     self.close()
 
   def _next(self, sent: Submission, index: int) -> Done | BaseException | None:
-    """Waits briefly for any job; without workers, does the job `index`."""
+    """Waits briefly for a result; without workers, does the job `index`."""
     if not self._threads:
       return self._do(sent, index, self._ask_here(sent.jobs[index]))
-    # Futures could stay locked forever if Ctrl-C interrupts a wait for them.
+    # A Future could stay locked forever if Ctrl-C interrupts a wait for it.
     with contextlib.suppress(queue.Empty):
       return sent.done.get(timeout=_POLL)
 
   def _do(self, sent: Submission, index: int, answers: Iterator[Any]) -> Done:
-    """Collects the answers to a job, unless it is given up."""
+    """Collects a job's outcomes, unless its submission is abandoned."""
     outcomes = []
     error = None
     try:
       if self._closed or sent.abandoned:
         raise Lost("stopped")
       if sent.lost >= self.patience:
-        raise Lost(f"not tried: {self.patience} in a row had no result")
+        raise Lost(f"not tried: {self.patience} jobs in a row had no result")
       outcomes.extend(answers)  # keeps the answers before an error
       sent.lost = 0
     except Lost as lost:

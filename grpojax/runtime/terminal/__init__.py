@@ -1,1 +1,1 @@
-"""Progress, pictures and trackers."""
+"""Terminal output, learning curves and experiment trackers."""

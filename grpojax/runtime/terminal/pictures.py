@@ -1,9 +1,9 @@
 """Learning curve of a run, drawn by matplotlib.
 
-Training rows have `reward_mean`, `completion_length_mean`, `entropy`, `kl` and
-`zero_variance_groups`. Diagnosed steps add `group_size` and
-`optimal_group_size` with a 95% interval `_low`, `_high` (may be infinite).
-Evaluation rows have `accuracy` with a 95% interval.
+Rows of training steps have `reward_mean`, `completion_length_mean`, `entropy`,
+`kl` and `zero_variance_groups`. Diagnosed steps add `group_size` and
+`optimal_group_size` (may be infinite) with a 95% interval: suffixes `_low` and
+`_high`. Rows of evaluations have `accuracy` with such an interval.
 """
 
 import math
@@ -16,15 +16,15 @@ _PANELS = {
   "accuracy": "held-out accuracy (greedy), 95% interval",
   "reward_mean": "mean reward (training)",
   "completion_length_mean": "completion length (tokens)",
-  "entropy": "entropy (nats a token)",
-  "kl": "KL to the reference (nats a token)",
+  "entropy": "entropy (nats per token)",
+  "kl": "KL to the reference (nats per token)",
   "zero_variance_groups": "groups with equal rewards (share)",
   "optimal_group_size": "best group size, 95% interval",
 }
 
 
 def new_figure(size: tuple[float | int, float | int]):
-  """Returns an empty figure of `size` inches."""
+  """Returns an empty figure of `size` (width, height) in inches."""
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure  # not pyplot: it has global state
 
@@ -42,13 +42,14 @@ def save_figure(figure, path: str | os.PathLike) -> None:
 def learning_curve(
   metrics_path: str | os.PathLike, out_png: str | os.PathLike
 ) -> None:
-  """Draws a run's learning curve, 1000 x 700 pixels, from its metrics.
+  """Draws a run's metrics over its steps, as a PNG of 1000 x 700 pixels.
 
-  The held-out accuracy comes first and is the largest. Metrics that never
-  change are left out, except it and the reward. ValueError without rows.
+  The first and largest panel is the held-out accuracy, if any. Metrics that
+  never change are left out, except accuracy, reward and best group size.
+  ValueError if there are no rows.
   """
   rows = [row for row in records.read_jsonl(metrics_path) if "step" in row]
-  rows.sort(key=lambda row: row["step"])  # the baseline's row may come later
+  rows.sort(key=lambda row: row["step"])  # step 0 may be evaluated later
   series = {key: [row for row in rows if _has(row, key)] for key in _PANELS}
   shown = [key for key in _PANELS if _changes(series[key], key)]
   if not shown:
@@ -69,7 +70,7 @@ def learning_curve(
 
 
 def _has(row: dict[str, Any], key: str) -> bool:
-  # The best size may be infinite, which is null in the file, unlike its bound.
+  # An infinite best size is null in the file, but its lower bound is finite.
   key = f"{key}_low" if key == "optimal_group_size" else key
   return isinstance(row.get(key), (int, float))
 
@@ -87,7 +88,7 @@ def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
   if key == "optimal_group_size":
     # Intervals of the best group size, and the run's group size.
     sizes = [row["group_size"] for row in rows]
-    axes.plot(steps, sizes, "--", label="of this run")
+    axes.plot(steps, sizes, "--", label="group size of this run")
     axes.legend(fontsize=8)
     top = max([4 * max(sizes), *(2 * row[key] for row in rows if row[key])])
     low = [row.get(f"{key}_low") for row in rows]

@@ -10,11 +10,11 @@ QUIET = 10.0  # seconds between two lines of an evaluation's progress
 
 
 def printable(text: str) -> str:
-  r"""Escapes control characters as Python does: "\x1b".
+  r"""Escapes control characters like Python's repr: "\x1b".
 
-  A model's text may move a terminal's cursor, change its title or type
-  commands. Escapes control and format characters (such as writing direction),
-  lone surrogates and unassigned code points, but no newlines, tabs and spaces.
+  Otherwise a model's text could move a terminal's cursor, change its title or
+  type commands. Also escapes format characters (such as writing direction),
+  lone surrogates and unassigned code points. Keeps newlines, tabs and spaces.
   """
   return "".join(
     c
@@ -28,7 +28,7 @@ def printable(text: str) -> str:
 class Screen:
   """Prints an evaluation's progress every `every` batches.
 
-  Prints at most one line per `QUIET` seconds; `seconds` is a clock.
+  Prints at most one line per `QUIET` seconds; `seconds` reads a clock.
   """
 
   def __init__(self, every: int = 1, seconds: Callable = time.monotonic):
@@ -38,7 +38,7 @@ class Screen:
     self._batches = 0
 
   def evaluated(self, done: int, total: int) -> None:
-    """Reports that `done` of `total` prompts are evaluated; 0 at the start."""
+    """Reports `done` of `total` prompts as evaluated; 0 starts the clock."""
     now = self.seconds()
     if not done:
       self._start = self._last = now

@@ -1,8 +1,8 @@
 """Experiment trackers, which get a copy of a run's metrics.
 
-A tracker is a function from `TRACKERS` or of the user, which opens a run. Its
+A tracker is a function that opens a run: one of `TRACKERS`, or a user's. Its
 environment variables choose server and account (WANDB_MODE=offline needs no
-network). If a tracker fails, the run continues without it.
+network). If a tracker fails during a run, the run continues without it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class TrackedRun(NamedTuple):
   name: str  # display name
   config: Mapping[str, Any]  # settings by dotted path
   step: int = -1  # of the checkpoint to resume from; -1 for a new run
-  id: str = ""  # the tracker's id of a resumed run, if any
+  id: str = ""  # the tracker's id, if the run is resumed
 
 
 class Tracker(NamedTuple):
@@ -41,9 +41,9 @@ class Tracker(NamedTuple):
 
 
 def tensorboard(run: TrackedRun) -> Tracker:
-  """Writes files into the run's directory; hides the rows of repeated steps.
+  """Logs to TensorBoard files in the run directory; hides repeated steps.
 
-  Uses no SummaryWriter, which hangs on a full disk.
+  Avoids SummaryWriter, which hangs on a full disk.
   """
   from tensorboardX.event_file_writer import EventsWriter
   from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -65,16 +65,16 @@ def tensorboard(run: TrackedRun) -> Tracker:
     writer.flush()
 
   def close():
-    with contextlib.suppress(OSError):  # of a full disk, reported by `log`
+    with contextlib.suppress(OSError):  # a full disk, which `log` reports
       writer.close()
 
   return Tracker(log, close)
 
 
 def wandb(run: TrackedRun) -> Tracker:
-  """Weights & Biases: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY.
+  """Logs to Weights & Biases: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY.
 
-  Curves are over "step"; repeated steps appear twice.
+  The x-axis of all curves is "step". A resumed run's repeated steps show twice.
   """
   import wandb as library
 
@@ -100,12 +100,12 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
   TENSORBOARD: tensorboard,
   "wandb": wandb,
 }
-# Packages that they import.
+# Packages that these functions import.
 PACKAGES = {TENSORBOARD: "tensorboardX", "wandb": "wandb"}
 
 
 def opener(name: str) -> Callable[[TrackedRun], Tracker]:
-  """Returns a function to open runs: of `TRACKERS`, or FILE.py:FUNCTION.
+  """Returns the function that opens runs: from `TRACKERS` or FILE.py:FUNCTION.
 
   ValueError if the function is unknown, or its package is missing.
   """
@@ -120,8 +120,8 @@ def opener(name: str) -> Callable[[TrackedRun], Tracker]:
   place, _, function = name.rpartition(":")
   if not place:
     raise ValueError(
-      f"{setting}: give {' or '.join(TRACKERS)}, or a function of yours as"
-      " path/to/file.py:FUNCTION"
+      f"{setting}: give {' or '.join(TRACKERS)}, or a function of your"
+      " own as path/to/file.py:FUNCTION"
     )
   open_run = getattr(user_calls.load_module(setting, place), function, None)
   if not callable(open_run):
@@ -134,8 +134,8 @@ def open_all(
 ) -> tuple[dict[str, Tracker], dict[str, str]]:
   """Opens a run in all trackers; returns open trackers and run ids by name.
 
-  `ids` are the run's ids before a resume. If a tracker fails, closes the
-  opened trackers and raises ValueError.
+  `ids` are the ids of a resumed run, by tracker. If a tracker fails, closes the
+  others and raises ValueError.
   """
   opened: dict[str, Tracker] = {}
   try:
@@ -157,7 +157,7 @@ def log_all(opened: dict, step: int, row: Mapping[str, Any]) -> None:
   for name, value in row.items():
     if name == "step" or isinstance(value, bool | str):
       continue
-    with contextlib.suppress(TypeError, ValueError):  # no number
+    with contextlib.suppress(TypeError, ValueError):  # not a number
       if math.isfinite(number := float(value)):
         numbers[name] = number
   for name, tracker in list(opened.items()):
@@ -182,7 +182,7 @@ def close_all(opened: Mapping[str, Tracker]) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-  # Removes a password in a quoted address.
+  # An error may quote an address with a password.
   text = " ".join(re.sub(r"://[^/\s@]*@", "://...@", str(error)).split())
   text = printable(text[:300])
   return f"{type(error).__name__}: {text}" if text else type(error).__name__

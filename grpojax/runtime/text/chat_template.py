@@ -1,8 +1,8 @@
-"""Text of chats, by a tokenizer's (sandboxed) chat template.
+"""Texts of chats, written by a tokenizer's (sandboxed) chat template.
 
-Some templates write today's date, Llama 3's as "26 Jul 2024". The option
-"date_string" pins it, in templates that read `date_string` or call
-`strftime_now`.
+Some templates write today's date (Llama 3's: "26 Jul 2024"). The template
+option "date_string" sets another date, for templates that read `date_string`
+or call `strftime_now`.
 """
 
 import datetime
@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 DATE = "date_string"
-_FORM = "%d %b %Y"  # of Llama's template
-_ASKS = re.compile(r"""strftime_now\(\s*(['"])(?P<form>.*?)\1\s*\)""")
+_FORMAT = "%d %b %Y"  # of dates in Llama's template
+_DATE_CALL = re.compile(r"""strftime_now\(\s*(['"])(?P<form>.*?)\1\s*\)""")
 
 
 def asks_for_date(tokenizer: Any) -> bool:
@@ -22,17 +22,17 @@ def asks_for_date(tokenizer: Any) -> bool:
 
 def today() -> str:
   """Returns today's date as Llama's template writes it: "26 Jul 2024"."""
-  return datetime.datetime.now().strftime(_FORM)
+  return datetime.datetime.now().strftime(_FORMAT)
 
 
 def set_messages(
   tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> str:
-  """Returns the text of messages, up to the assistant's answer.
+  """Returns the text of messages up to the start of the assistant's answer.
 
-  If the template has no system role, the system message precedes the text of
-  the next message, as in Gemma 3's. `options` are keywords of the chat
-  template, and "date_string". ValueError if the template refuses them.
+  If the template has no system role, the system message is put before the
+  next message's text, as Gemma 3's template does. `options` are keyword
+  arguments of the template, and "date_string". ValueError if it refuses them.
   """
   import jinja2
 
@@ -60,7 +60,7 @@ def _apply(tokenizer, messages, options) -> str:
   except Exception as error:  # a template is a program
     raise ValueError(
       "the model's chat template does not take this prompt "
-      f"({str(error) or type(error).__name__}); roles: "
+      f"({str(error) or type(error).__name__}); its roles are "
       f"{[message['role'] for message in messages]}"
     ) from error
 
@@ -68,31 +68,32 @@ def _apply(tokenizer, messages, options) -> str:
 def whole_chat(
   tokenizer: Any, messages: list[dict[str, Any]], date: str | None = None
 ) -> str:
-  """Returns the text of a chat with its answer; the default date is today."""
+  """Returns the text of a chat with its answers; `date` is today by default."""
   options = _checked(tokenizer, {} if date is None else {DATE: date})
   return _apply(tokenizer, messages, options)
 
 
 def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-  """Checks the options; adds a template with the pinned date, if any."""
+  """Checks the options; if they set a date, adds a template that writes it."""
   template = str(tokenizer.chat_template)
   unknown = [n for n in options if n not in template and n != DATE]
   if unknown:
-    problem = f"the model's chat template has no {unknown}"
+    problem = f"the model's chat template has no {unknown}: remove it"
     raise ValueError(f"data.template_options: {problem}")
   if DATE not in options:
     return options
   date = str(options[DATE])
-  write = functools.partial(_pinned, date)
   template = tokenizer.get_chat_template(tools=options.get("tools"))
-  # Templates get no functions, so the dates are inserted into the template.
-  return options | {DATE: date, "chat_template": _ASKS.sub(write, template)}
+  # A template gets no functions as options, so dates replace its calls.
+  template = _DATE_CALL.sub(functools.partial(_pinned, date), template)
+  return options | {DATE: date, "chat_template": template}
 
 
 def _pinned(date: str, call: re.Match) -> str:
-  """Returns a date as from `strftime_now("...")`, or code for an error."""
+  """Returns a date, or code for an error, to replace a `strftime_now` call."""
   try:
-    return repr(datetime.datetime.strptime(date, _FORM).strftime(call["form"]))
+    day = datetime.datetime.strptime(date, _FORMAT)
+    return repr(day.strftime(call["form"]))
   except ValueError:
     message = (
       f"data.template_options.date_string = {date!r}, but the template needs "

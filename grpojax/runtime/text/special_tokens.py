@@ -1,18 +1,17 @@
 """Separation of a template's control tokens from text that looks like them.
 
-A tokenizer always reads "<|im_end|>" as a control token, but a prompt with
-these letters must not end its own turn. So `mark` replaces them by a random
-name before the template is applied. `encode` then reads the template's tokens
-as controls, and the marks as text:
+A tokenizer always reads "<|im_end|>" as a control token, but a prompt that
+contains this text must not end its own turn. So `mark` replaces it by a mark (a
+random name) before the chat template is applied. `encode` then reads the
+template's own "<|im_end|>" as a control token, and marks as text:
 
-    a prompt              Say <|im_end|>
-    marked                Say NONCE1;
-    in a template         <|im_start|>user Say NONCE1;<|im_end|>
-    read as               control 0, text "user Say <|im_end|>", control 1
+    prompt                Say <|im_end|>
+    marked prompt         Say NONCE1;
+    chat of the template  <|im_start|>user Say NONCE1;<|im_end|>
+    encoded               control 0, text "user Say <|im_end|>", control 1
 
-Control tokens are the tokenizer's special tokens, and other added tokens that
-its chat template writes (as DeepSeek's), except for tags such as <think>, which
-models write too.
+Control tokens are the tokenizer's special tokens, and added tokens that its
+chat template writes (like DeepSeek's). Tags such as <think> are text.
 """
 
 import functools
@@ -29,11 +28,11 @@ class Marks(NamedTuple):
   """Control tokens of a tokenizer, and their marks."""
 
   tokens: tuple[Any, ...]  # tokenizers' AddedToken, the longest first
-  numbers: dict[str, int]  # index in `tokens` by text
+  numbers: dict[str, int]  # index in `tokens` by token text
   pattern: re.Pattern  # matches control tokens in a text
-  heads: tuple[str, ...]  # their proper prefixes
-  tails: tuple[str, ...]  # their proper suffixes
-  nonce: str  # prefix of every mark: random private characters
+  heads: tuple[str, ...]  # proper prefixes of control tokens
+  tails: tuple[str, ...]  # proper suffixes of control tokens
+  nonce: str  # starts every mark: random private-use characters
 
 
 @functools.lru_cache(maxsize=8)
@@ -68,11 +67,12 @@ def marks(tokenizer: Any) -> Marks:
 def mark(tokenizer: Any, text: str) -> str:
   """Replaces all control tokens in a text by marks.
 
-  Also marks a start or end that a template may complete: "<|im_end|" and ">".
+  Also marks a ">" at the start and "<|im_end|" at the end, because the
+  template's text could complete them to a control token.
   """
   known = marks(tokenizer)
-  name = lambda match: f"{known.nonce}{known.numbers[match[0]]};"
-  marked = known.pattern.sub(name, text)
+  to_mark = lambda match: f"{known.nonce}{known.numbers[match[0]]};"
+  marked = known.pattern.sub(to_mark, text)
   # A mark at whitespace would prevent templates from stripping it.
   if text.endswith(known.heads) and not text[-1].isspace():
     marked += f"{known.nonce};"
@@ -81,7 +81,7 @@ def mark(tokenizer: Any, text: str) -> str:
   return marked
 
 
-# Meanings of control tokens in prompts and data, for data.special_tokens.
+# How control tokens in prompts and data are read, by data.special_tokens.
 SPECIAL_TOKENS: dict[str, Callable[[Any, str], str]] = {
   "text": mark,
   "control": lambda tokenizer, text: text,
@@ -89,7 +89,7 @@ SPECIAL_TOKENS: dict[str, Callable[[Any, str], str]] = {
 
 
 def unmark(tokenizer: Any, marked: str) -> str:
-  """Inverts `mark`."""
+  """Replaces all marks by the text of their control tokens."""
   known = marks(tokenizer)
   token = lambda match: known.tokens[int(match[1])].content if match[1] else ""
   return re.sub(f"{known.nonce}([0-9]*);", token, marked)
@@ -98,10 +98,10 @@ def unmark(tokenizer: Any, marked: str) -> str:
 def encode(
   tokenizer: Any, marked: str, add_special_tokens: bool = False
 ) -> list[int]:
-  """Returns the ids of a marked text, or of a template with marked contents.
+  """Returns the ids of a marked text, or of a chat with marked contents.
 
   ValueError if the tokenizer cannot read the text or write a control token as
-  text, or the model lacks an embedding of a token.
+  text, or the model lacks a token's embedding.
   """
   encoder = encode_marked
   if marks(tokenizer).nonce not in marked:
@@ -109,17 +109,17 @@ def encode(
   try:
     ids = encoder(tokenizer, marked, add_special_tokens=add_special_tokens)
   except BaseException as error:
-    if type(error).__name__ != "PanicException":  # from Rust; no Exception
+    if type(error).__name__ != "PanicException":  # from Rust, no Exception
       raise
     raise ValueError(
-      f"the model's tokenizer cannot read a text ({error}): {marked[:80]!r}"
+      f"the tokenizer cannot read a text ({error}): remove {marked[:80]!r}"
     ) from error
   size = getattr(tokenizer, "embeddings", math.inf)
   if ids and max(ids) >= size:
     token = tokenizer.convert_ids_to_tokens(max(ids))
     raise ValueError(
-      f"a text has the token {token!r} ({max(ids)}), but the model has only "
-      f"embeddings of ids below {size}: remove it"
+      f"a text has the token {token!r} ({max(ids)}), but the model only "
+      f"has embeddings of ids below {size}: remove the token"
     )
   return ids
 
@@ -130,7 +130,7 @@ def encode_marked(
   """Encodes a text with or without marks."""
   known = marks(tokenizer)
   backend, ids = _with_aliases(tokenizer)
-  # The template's controls become aliases, then marks become text.
+  # The template's control tokens become aliases, then marks become text.
   alias = lambda match: f"{known.nonce}{known.numbers[match[0]]}:"
   text = unmark(tokenizer, known.pattern.sub(alias, marked))
   encoded = backend.encode(text, add_special_tokens=False).ids
@@ -140,8 +140,8 @@ def encode_marked(
   if wrong:
     raise ValueError(
       f"a prompt has {tokenizer.convert_ids_to_tokens(min(wrong))!r} in its"
-      " text, which this tokenizer has no other way to write than by the"
-      " control token: remove it, or set data.special_tokens = 'control'"
+      " text, which this tokenizer has no other way to encode than as a control"
+      " token: remove it, or set data.special_tokens = 'control'"
     )
   if add_special_tokens:
     encoded = backend.encode(text, add_special_tokens=True).ids
@@ -150,10 +150,10 @@ def encode_marked(
 
 @functools.lru_cache(maxsize=2)
 def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
-  """Returns a copy of the backend in which only aliases are controls.
+  """Returns a copy of the Rust tokenizer whose only control tokens are aliases.
 
-  The alias of control token k is NONCE k ":", with its whitespace rules. Also
-  returns the control tokens' ids by alias id.
+  The alias of control token k is "NONCEk:", with the token's whitespace rules.
+  Also returns the id of each alias's control token, by the alias's id.
   """
   import tokenizers
 

@@ -1,4 +1,4 @@
-"""Stop strings as an automaton over a tokenizer's tokens."""
+"""Automaton that finds stop strings in a sequence of token ids."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from grpojax.core.ends import StopTable
 
-MOST_BYTES = 2**28  # of an automaton during construction
+MOST_BYTES = 2**28  # limit of an automaton during construction
 
 # Bytes by the characters that represent them in byte-level BPE (GPT-2).
 _PLAIN = [i for i in range(256) if chr(i).isprintable() and i != 32]
@@ -26,7 +26,7 @@ def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
       rows, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
 
-  # Some tokenizers omit the space before the first token of a text.
+  # Some tokenizers omit the first token's space, so pairs are decoded.
   alone = ((i, decode([[i]])[0]) for i in range(count))
   first, before = next(x for x in alone if x[1] and "\ufffd" not in x[1])
   pieces = tokenizer.convert_ids_to_tokens([*range(count)])
@@ -46,9 +46,8 @@ def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
 def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   """Builds Aho and Corasick's (1975) automaton of stop strings for tokens.
 
-  Its states are the strings' prefixes in bytes; a token leads to the state
-  after its bytes. ValueError if the tokens cannot write a string, or the table
-  is too large.
+  Its states are the strings' prefixes, in bytes; a token's bytes lead from one
+  to the next. ValueError if no tokens write a string or the table is too large.
   """
   # A string that contains another string is never completed first.
   ends = {x.encode() for x in strings}
@@ -57,8 +56,8 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   size = max(length * count * 4, sum(len(x) ** 2 for x in ends))
   if size > MOST_BYTES:
     raise ValueError(
-      f"have {length} bytes, which take {size / 2**20:.0f} MiB with "
-      f"{count} tokens, more than {MOST_BYTES >> 20}: use fewer or shorter ones"
+      f"have {length} bytes, which take {size / 2**20:.0f} MiB with {count} "
+      f"tokens (limit: {MOST_BYTES >> 20} MiB): use fewer or shorter strings"
     )
   # States are the proper prefixes, the empty one first, then whole strings.
   begins = {x[:i] for x in ends for i in range(len(x))}
@@ -99,7 +98,8 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
       raise ValueError(
         f"have {end.decode()!r}, which no tokens of the model write: remove it"
       )
-    elif numbers[end] not in reached:  # or another string always ends earlier
+    elif numbers[end] not in reached:
+      # Raises, unless another string always ends earlier.
       build(tokenizer, [end.decode()], count)
   # All completed strings become one last state, which needs no row.
   columns = np.minimum(columns[: len(begins)], len(begins))
@@ -110,7 +110,7 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
 def _token_table(
   after: Int[np.ndarray, "S 256"], texts: Sequence[bytes]
 ) -> Int[np.ndarray, "S V"]:
-  """Returns the state after each state and token."""
+  """Returns the state after each of S states and V tokens."""
   lengths = np.array([*map(len, texts)])
   starts = np.cumsum(lengths) - lengths
   flat = np.frombuffer(b"".join(texts), np.uint8)

@@ -25,7 +25,7 @@ from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 PAD, EOS, UNK = "<|pad|>", "<|endoftext|>", "<|unk|>"
 SMALLEST_BPE = 256 + 2  # tokens: all bytes, PAD and EOS
 
-# Alternating lines "Q: ..." and "A: ..."; a system message is a line alone.
+# Alternating lines "Q: ..." and "A: ..."; a system message is a bare line.
 CHAT_TEMPLATE = (
   "{% for message in messages %}"
   "{% if message['role'] == 'user' %}Q: {{ message['content'] }}\n"
@@ -62,10 +62,10 @@ def load(path: str | os.PathLike) -> Any:
     )
   settings = path / "tokenizer_config.json"
   if settings.is_file():
-    read_json(settings)  # refuses a file without an object
+    read_json(settings)  # raises ValueError unless it is an object
   transformers = import_transformers()
-  # AutoTokenizer may rebuild a tokenizer.json by the class named in
-  # tokenizer_config.json, with other ids: in transformers 5.0 to 5.15
+  # AutoTokenizer may rebuild a tokenizer.json with the class in
+  # tokenizer_config.json, which changes ids: in transformers 5.0 to 5.15
   # byte-level tokenizers of the class LlamaTokenizerFast lose all spaces.
   is_json = present[0] == "tokenizer.json"
   name = "PreTrainedTokenizerFast" if is_json else "AutoTokenizer"
@@ -80,7 +80,7 @@ def load(path: str | os.PathLike) -> Any:
   if type(size) is int:
     _check_size(path, tokenizer, size)
     tokenizer.embeddings = size  # for `special_tokens.encode`
-  if ASSETS not in path.absolute().parents:  # an untrusted tokenizer
+  if ASSETS not in path.absolute().parents:  # not a bundled model
     file = path / "tokenizer.json"
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     changed = file.stat().st_mtime_ns if file.is_file() else 0
@@ -89,17 +89,17 @@ def load(path: str | os.PathLike) -> Any:
 
 
 def _check_size(path: pathlib.Path, tokenizer: Any, size: int) -> None:
-  """Refuses ordinary tokens from id `size` on; warns of added tokens there."""
+  """Raises ValueError for ordinary ids >= `size`; warns of added tokens."""
   beyond = {i: x for x, i in tokenizer.get_vocab().items() if i >= size}
-  named = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-  added = tokenizer.added_tokens_decoder.keys() - {*named}
+  used = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+  added = tokenizer.added_tokens_decoder.keys() - {*used}
   listed = ", ".join(f"{beyond[i]!r} ({i})" for i in sorted(beyond)[:3])
   problem = (
     f"the tokenizer in {path} has {len(beyond)} ids from {size} on ({listed}), "
-    f"and the model has {size} embeddings"
+    f"but the model has {size} embeddings"
   )
   if beyond.keys() - added:
-    raise ValueError(f"{problem}: they are not of the same model")
+    raise ValueError(f"{problem}: use the tokenizer of the same model")
   if beyond:
     print(f"warning: {problem}: texts with these tokens are refused")
 
@@ -111,21 +111,21 @@ def format_prompt(
   system_prompt: str = "",  # for messages without a system message
   template_options: Mapping[str, Any] | None = None,
 ) -> str:
-  """Returns the text of a prompt, by the tokenizer's chat template if any.
+  """Returns the text of a prompt, formatted by the chat template, if any.
 
-  `template` surrounds a text prompt, with "{prompt}" in its place and other
-  braces doubled. A chat template gets it as the user's message, stripped.
-  `template_options` are keywords of the chat template, and "date_string" to pin
-  its date. ValueError for options that need a chat template or are unsupported.
+  `template` surrounds a text prompt: "{prompt}" marks its place, and other
+  braces are doubled. The result is the user's message in a chat, where blanks
+  around `template` are removed. `template_options` are keyword arguments of the
+  chat template, and "date_string". ValueError for unsupported options.
   """
   options = dict(template_options or {})
   if not tokenizer.chat_template:
     options.pop(DATE, None)
     if not isinstance(prompt, str) or system_prompt or options:
       raise ValueError(
-        "the tokenizer has no chat template for prompts that are chats, "
-        "data.system_prompt or data.template_options: use an instruct model, "
-        "or text prompts and data.template alone"
+        "data.system_prompt, data.template_options and prompts that are chats "
+        "need a chat template, which this tokenizer lacks: use an instruct "
+        "model, or only text prompts and data.template"
       )
     return _fill(template, prompt)
   if isinstance(prompt, str):
@@ -138,16 +138,16 @@ def format_prompt(
   return set_messages(tokenizer, messages, options)
 
 
-TEMPLATE = "must hold {prompt} and no other field; write other braces doubled"
+TEMPLATE = "must hold {prompt} and no other field; double any other braces"
 
 
 def is_template(template: str, field: str = "prompt") -> bool:
-  """Returns True if all fields of a template are "{prompt}"; see `TEMPLATE`."""
+  """Returns True if a template has this field and no other: see `TEMPLATE`."""
   return fields(template) == {field}
 
 
 def fields(template: str) -> set[str] | None:
-  """Returns a template's fields, or None unless all are plain {name}s."""
+  """Returns a template's field names, or None if one is not a plain {name}."""
   try:
     parts = [part[1:] for part in string.Formatter().parse(template)]
   except ValueError:
@@ -171,11 +171,11 @@ def encode_prompt(
   template_options: Mapping[str, Any] | None = None,
   special_tokens: str = "text",
 ) -> tuple[str, list[int]]:
-  """Returns the text of a prompt, as `format_prompt` does, and its ids.
+  """Returns the text of a prompt (as from `format_prompt`) and its ids.
 
-  A chat template writes special tokens (BOS and others) itself; without one the
-  tokenizer adds its own. `special_tokens`, a key of `SPECIAL_TOKENS`, sets the
-  meaning of their names in prompts. ValueError if a name cannot be text.
+  A chat template writes special tokens such as BOS itself; without a template,
+  the tokenizer adds them. `special_tokens` is a key of `SPECIAL_TOKENS`: how to
+  read the name of a special token in a prompt. ValueError if it cannot be text.
   """
   options = template_options
   text = format_prompt(tokenizer, prompt, template, system_prompt, options)
@@ -197,7 +197,7 @@ def encode_prompt(
 
 
 def _encode_plain(tokenizer: Any, marked: str) -> list[int]:
-  """Returns the ids of a prompt, with the tokenizer's BOS but not its EOS."""
+  """Returns a prompt's ids, with the BOS that the tokenizer adds but no EOS."""
   ids = special_tokens_lib.encode(tokenizer, marked, True)
   bare = special_tokens_lib.encode(tokenizer, marked)
   bos = tokenizer.bos_token_id
@@ -213,7 +213,7 @@ def _encode_plain(tokenizer: Any, marked: str) -> list[int]:
 def encode_text(
   tokenizer: Any, text: str, special_tokens: str = "text"
 ) -> list[int]:
-  """Returns the ids of a text alone; `special_tokens` as in `encode_prompt`."""
+  """Returns a text's ids without BOS; `special_tokens`: see `encode_prompt`."""
   marked = SPECIAL_TOKENS[special_tokens](tokenizer, text)
   return special_tokens_lib.encode(tokenizer, marked)
 
@@ -224,9 +224,9 @@ def encode_conversation(
   special_tokens: str = "text",
   date: str | None = None,
 ) -> list[int]:
-  """Returns the ids of a text, or of a chat by the tokenizer's template.
+  """Returns the ids of a text, or of a chat formatted by the chat template.
 
-  `special_tokens` is as in `encode_prompt`; the default `date` is today's.
+  `special_tokens`: see `encode_prompt`. `date` is today by default.
   """
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
   marked = each_text(write, sample)
@@ -237,7 +237,7 @@ def encode_conversation(
 
 
 def each_text(write: Callable[[str], str], content: Any) -> Any:
-  """Applies `write` to every text of a prompt."""
+  """Applies `write` to each text in nested dicts and lists."""
   if isinstance(content, str):
     return write(content)
   if isinstance(content, Mapping):
@@ -252,7 +252,7 @@ def decode_completion(
 ) -> str:
   """Returns the text of a completion [T], up to its EOS or stop string.
 
-  Other special tokens stay, so no reward reads "1<|pad|>94" as "194".
+  Keeps other special tokens, so that no reward reads "1<|pad|>94" as "194".
   """
   tokens = []
   stop = ends.stop
@@ -266,7 +266,7 @@ def decode_completion(
       state = stop.table[state, stop.classes[token]]
       if state == len(stop.table):
         break
-      # State 0: no stop string has begun, so these tokens are kept in any case.
+      # In state 0 no stop string has begun: the text includes these tokens.
       before = before if state else len(tokens)
 
   def decode(tokens):
@@ -279,14 +279,14 @@ def decode_completion(
     return text
   # The text ends at the first stop string, which may start within a token.
   begins = [i for x in stop.strings if (i := text.find(x)) >= 0]
-  # Decoding may change invalid bytes, or a space at the start.
+  # Decoding may change a stop string: its invalid bytes or a first space.
   return text[: min(begins)] if begins else decode(tokens[:before])
 
 
 def character_tokenizer() -> Any:
-  r"""Returns the embedded models' tokenizer of single characters.
+  r"""Returns the bundled models' tokenizer of single characters.
 
-  Its 100 tokens: <|pad|> = 0, <|endoftext|> = 1, <|unk|> = 2, then "\n",
+  Its 100 tokens are <|pad|> = 0, <|endoftext|> = 1, <|unk|> = 2, then "\n",
   printable ASCII (32..126) and "\n\n", which can end a completion.
   """
   import tokenizers
@@ -307,12 +307,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
   """Trains a tokenizer by byte-pair encoding (arXiv 1508.07909).
 
   Works on bytes like GPT-2, but never merges digits. Has `vocab_size` tokens,
-  with <|pad|> = 0 and <|endoftext|> = 1, or fewer without more pairs to merge.
+  with <|pad|> = 0 and <|endoftext|> = 1, or fewer if no pairs are left.
   """
   if vocab_size < SMALLEST_BPE:
     raise ValueError(
-      f"vocab_size = {vocab_size}: must be {SMALLEST_BPE} or more, for all"
-      " bytes"
+      f"vocab_size = {vocab_size}: must be {SMALLEST_BPE} or more, for"
+      " all bytes, padding and EOS"
     )
   texts = list(texts)
   if not any(texts):
@@ -350,9 +350,9 @@ def eos_ids(
 ) -> tuple[int, ...]:
   """Returns the unique ids that end a completion, at least one.
 
-  They are named in `generation_config.json`, else in `config.json`, by number
-  or text, and by the tokenizer. ValueError if there are none, or if one is not
-  below `vocab_size`.
+  They are the `eos_token_id` (ids or texts) of `generation_config.json`, or
+  else of `config.json`, and the tokenizer's EOS. ValueError if there are none,
+  or if one is not below `vocab_size`.
   """
   ids: list[int] = []
   for name in ("generation_config.json", "config.json"):
@@ -377,7 +377,7 @@ def gaps(
 ) -> tuple[tuple[int, int], ...]:
   """Returns ranges [start, stop) of ids below `vocab_size` without a token.
 
-  Most pad the vocabulary to a round number. EOS ids count as tokens.
+  Most of them pad the vocabulary to a round size. EOS ids count as tokens.
   """
   known = {*tokenizer.get_vocab().values(), *eos_ids}
   # Gaps lie between consecutive ids; -1 and `vocab_size` are the borders.
@@ -393,13 +393,13 @@ def _eos_id(token, tokenizer, vocab_size, file) -> int:
   if not is_id or not 0 <= token <= largest:
     raise ValueError(
       f"{file}: eos_token_id = {token!r} must be a token's text, an id of"
-      f" 0..{largest}, or a list of them, or no completion would end with it"
+      f" 0..{largest}, or a list of them: otherwise completions never end"
     )
   return token
 
 
 def pad_id(tokenizer: Any) -> int:
-  """Returns the id of the padding token, or else of EOS."""
+  """Returns the id of the padding token, or of EOS if there is none."""
   for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
     if token is not None:
       return int(token)

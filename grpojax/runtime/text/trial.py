@@ -1,8 +1,8 @@
 """Trial of an untrusted tokenizer in a process with limited time and memory.
 
 A chat template is a program (Jinja's sandbox limits neither time nor memory),
-and a tokenizer.json can lengthen texts. So this file, which imports no other
-module of grpojax, runs as a process and tries both on small chats.
+and a tokenizer.json can lengthen texts. So this file runs as a process, which
+tries both on small chats. It imports no other module of grpojax.
 """
 
 import functools
@@ -14,10 +14,10 @@ import subprocess
 import sys
 from typing import Any
 
-SECONDS = 10  # of CPU time
-MEMORY = 2**32  # bytes of data
-_LONGEST = 10**6  # characters or tokens of a small chat
-_TOO_MUCH = 3  # exit code
+SECONDS = 10  # limit of CPU time
+MEMORY = 2**32  # limit of the process's data, in bytes
+_LONGEST = 10**6  # limit of characters or tokens in a small chat
+_TOO_MUCH = 3  # exit code beyond a limit
 _TEXTS = {"system": "Add.", "user": "1 + 1? Solve x = 2.", "assistant": "2"}
 _CHATS = (["user"], ["system", "user"], ["user", "assistant", "user"])
 
@@ -26,8 +26,8 @@ _CHATS = (["user"], ["system", "user"], ["user", "assistant", "user"])
 def check(template: str, file: str, changed: int) -> None:
   """Raises ValueError if a chat template or tokenizer.json exceeds the limits.
 
-  Either may be missing. A file with another modification time `changed` is
-  tried again.
+  Either may be missing. `changed` is the file's modification time: if it
+  differs, the file is tried again.
   """
   del changed
   request = {"template": template, "file": file, "limits": (SECONDS, MEMORY)}
@@ -39,21 +39,21 @@ def check(template: str, file: str, changed: int) -> None:
       stdout=subprocess.DEVNULL,
       stderr=subprocess.DEVNULL,
       env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
-      start_new_session=True,  # without Ctrl-C
-      timeout=10 * SECONDS,  # on a busy machine
+      start_new_session=True,  # out of reach of Ctrl-C
+      timeout=10 * SECONDS,  # longer, for busy machines
     ).returncode
   except subprocess.TimeoutExpired:
     code = _TOO_MUCH
   if code < 0 or code == _TOO_MUCH:
     raise ValueError(
-      f"{file}, or its chat template, does not finish a small chat in "
-      f"{SECONDS} s, {MEMORY / 2**30:g} GiB and {_LONGEST} characters: do not "
-      "use this model, or replace these files"
+      f"{file}, or its chat template, does not finish a small chat "
+      f"within {SECONDS} s, {MEMORY / 2**30:g} GiB and {_LONGEST} characters: "
+      "use another model, or replace these files"
     )
 
 
 def _environment() -> Any:
-  # Like the environment of transformers.
+  # Has the tags, filters and functions of transformers' environment.
   from jinja2 import ext, sandbox
 
   class Generation(ext.Extension):
@@ -77,7 +77,7 @@ def _environment() -> Any:
 
 
 def main() -> None:
-  """Reads a request from the standard input; answers by the exit code."""
+  """Reads a request from standard input; its result is the exit code."""
   request = json.load(sys.stdin)
   seconds, memory = request["limits"]
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

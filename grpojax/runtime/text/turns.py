@@ -7,8 +7,8 @@ Sampled ids are never decoded and encoded again; only observations are encoded:
     encode("No", 2)   \n<|im_start|>user\nNo<|im_end|>\n<|im_start|>assistant\n
     sampled           2<|im_end|>
 
-So the model keeps its earlier thinking, which some templates (Qwen 3's) remove
-when the model is served.
+So the model sees its earlier thinking in training. When it is served, some chat
+templates (Qwen 3's) remove it.
 """
 
 import bisect
@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpojax.runtime.text import special_tokens as special_tokens_lib
+from grpojax.runtime.text import special_tokens
 from grpojax.runtime.text.chat_template import DATE, set_messages
 from grpojax.runtime.text.tokenization import (
   TEMPLATE,
@@ -31,9 +31,9 @@ from grpojax.runtime.text.tokenization import (
 Observation = str | Sequence[Mapping[str, Any]]
 MARK = " [...]"  # end of a shortened observation
 
-_USERS = "Wqx 17?", "(vk)\n\nWhy not."  # messages of chats that test a template
+_USERS = "Wqx 17?", "(vk)\n\nWhy not."  # in chats that test a template
 _ANSWERS = "Zjq 23.", "[kz]\n\nNone"
-_THINKING = re.compile(  # blanks and tags such as <think> at a text's end
+_THINKING = re.compile(  # spaces and tags such as <think> at a text's end
   r"(?:\s|[<\[][^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])*\Z", re.I
 )
 
@@ -41,7 +41,7 @@ _THINKING = re.compile(  # blanks and tags such as <think> at a text's end
 def _with_contents(observation, texts):
   if isinstance(observation, str):
     return texts[0]
-  pairs = zip(observation, texts, strict=False)  # fewer texts: the first ones
+  pairs = zip(observation, texts, strict=False)  # drops messages without text
   return [{**message, "content": text} for message, text in pairs]
 
 
@@ -49,8 +49,8 @@ def _with_contents(observation, texts):
 class TurnEncoder:
   """Encoder of observations: texts or, with a chat template, messages.
 
-  `template` surrounds a text, which is a user's message in a chat;
-  `template_options` and `special_tokens` are as in `encode_prompt`.
+  `template` surrounds a text; in a chat, the result is a user's message. For
+  `template_options` and `special_tokens` see `encode_prompt`.
   """
 
   tokenizer: Any
@@ -59,34 +59,34 @@ class TurnEncoder:
   template: str = "\n{observation}\n"
   template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   special_tokens: str = "text"
-  max_observation: int = 0  # tokens of all messages together; 0 is unlimited
-  # Kinds of messages that the chat template supports.
+  max_observation: int = 0  # limit of an observation's tokens; 0: none
+  # Kinds of observations that `check` has accepted.
   checked: set[tuple] = dataclasses.field(default_factory=set, init=False)
 
   def __post_init__(self):
     if not is_template(self.template, "observation"):
       wrong = TEMPLATE.replace("prompt", "observation")
-      raise ValueError(f"observations' template {self.template!r} {wrong}")
+      raise ValueError(f"the observation template {self.template!r} {wrong}")
     if not self.tokenizer.chat_template and {*self.template_options} - {DATE}:
       raise ValueError(
-        "the tokenizer has no chat template for template options: leave "
-        f"{[*self.template_options]} out, or use an instruct model"
+        "template options need a chat template, which this tokenizer lacks: "
+        f"leave {[*self.template_options]} out, or use an instruct model"
       )
     self.check("")
 
   def __call__(self, observation: Observation, last_id: int) -> list[int]:
     """Returns the ids between the end of a turn and the model's next answer.
 
-    Omits the template's end token if it is the turn's last id already. Lone
-    surrogates become "?". ValueError as in `check` and `encode_prompt`.
+    Omits the template's end token if the turn ended with it. Lone surrogates
+    become "?". ValueError as in `check` and `encode_prompt`.
     """
     self.check(observation)
     plain = lambda text: text.encode("utf-8", "replace").decode()
     observation = self._cut(each_text(plain, observation))
-    write = special_tokens_lib.SPECIAL_TOKENS[self.special_tokens]
+    write = special_tokens.SPECIAL_TOKENS[self.special_tokens]
     marked = each_text(functools.partial(write, self.tokenizer), observation)
     text, tail = self._pieces(observation)[-1], self._pieces(marked)[-1]
-    if special_tokens_lib.unmark(self.tokenizer, tail) != text:
+    if special_tokens.unmark(self.tokenizer, tail) != text:
       raise ValueError(
         "the chat template does not treat the name of a special token as plain "
         f"text: leave it out of the observation {text[:200]!r}, or set "
@@ -97,9 +97,9 @@ class TurnEncoder:
     return ids[1:] if closes and ids[0] == last_id else ids
 
   def check(self, observation: Observation) -> None:
-    """Raises ValueError for a kind of observation that cannot follow a turn.
+    """Raises ValueError if an observation of this kind cannot follow a turn.
 
-    Ignores the contents, so a run can check its kinds of messages at the start.
+    Tests roles and keys but no contents, so that a run can check at its start.
     """
     is_text = isinstance(observation, str)
     chat = self.tokenizer.chat_template
@@ -114,12 +114,12 @@ class TurnEncoder:
     kind = is_text, *((m["role"], *m) for m in messages)
     if not chat or kind in self.checked:
       return
-    # Made-up words, to find the contents in the text of the template.
+    # Made-up contents, which are easy to find in the text of the chat.
     words = [f"kqj{i}x" for i in range(len(messages))]
     probe = _with_contents(observation, words)
     tail = self._pieces(probe)[-1]
     trouble = ""
-    # Results of tools may need a call before them, so they get only one turn.
+    # A tool's result may need a call before it, so messages get one turn.
     for user, answers in zip(_USERS, (_ANSWERS[1:], _ANSWERS), strict=True):
       answers = answers if is_text else answers[:1]
       whole = self._pieces(probe, user, answers)
@@ -127,25 +127,25 @@ class TurnEncoder:
       for text, turn in zip(whole, turns, strict=True):
         if _THINKING.sub("", text) != _THINKING.sub("", turn):
           trouble = f"writes {text!r} in place of {turn!r} in another chat:"
-    # If turns end in plain text, it follows the sampled token.
+    # A turn may end in plain text, which then follows the sampled EOS.
     opening = tail.partition(words[0])[0]
-    ends = special_tokens_lib.marks(self.tokenizer).pattern.search(opening)
+    ends = special_tokens.marks(self.tokenizer).pattern.search(opening)
     ends = ends or {*self._encode(opening)} & {*self.eos_ids}
     if ends and self._encode(tail)[0] not in self.eos_ids:
       trouble = (
-        f"writes {opening!r} after an answer, with none of {self.eos_ids} at "
-        "its start: complete eos_token_id in generation_config.json, or"
+        f"must start {opening!r} after an answer with one of the EOS ids "
+        f"{self.eos_ids}: complete eos_token_id in generation_config.json, or"
       )
     if any(tail.count(word) != 1 for word in words):
-      trouble = f"does not write an observation once, as it is, in {tail!r}:"
+      trouble = f"must write an observation once, as it is, unlike {tail!r}:"
     if trouble:
       raise ValueError(
-        f"the model's chat template {trouble} use one that only adds to a chat"
+        f"the model's chat template {trouble} use one that appends to a chat"
       )
     self.checked.add(kind)
 
   def _pieces(self, observation, user=_USERS[0], answers=_ANSWERS[:1]):
-    """Returns the texts before, between and after observed answers."""
+    """Returns the texts of a chat before, between and after its answers."""
     if not self.tokenizer.chat_template:
       return [self.template.format(observation=observation)]
     if isinstance(observation, str):
@@ -155,24 +155,24 @@ class TurnEncoder:
     for answer in answers:
       messages += [{"role": "assistant", "content": answer}, *observation]
     pieces = [set_messages(self.tokenizer, messages, {**self.template_options})]
-    for answer in answers:  # at its first place: observations may repeat it
+    for answer in answers:  # first occurrence: observations may repeat it
       before, _, after = pieces.pop().partition(answer)
       pieces += [before, after]
     return pieces
 
   def _encode(self, tail):
     """Returns the ids of a text that follows an end token."""
-    encode = functools.partial(special_tokens_lib.encode, self.tokenizer)
+    encode = functools.partial(special_tokens.encode, self.tokenizer)
     ids = encode((self.tokenizer.eos_token or "") + tail)
     return ids[1:] if ids[:1] == [self.tokenizer.eos_token_id] else encode(tail)
 
   def _cut(self, observation):
-    """Cuts contents to `max_observation` tokens, with `MARK` at the end."""
+    """Cuts an observation over `max_observation` tokens, and adds `MARK`."""
     is_text = isinstance(observation, str)
     most = self.max_observation
     texts = [observation] if is_text else [m["content"] for m in observation]
 
-    def first(size):  # characters
+    def first(size):  # the first `size` characters
       starts = itertools.accumulate(map(len, texts), initial=0)
       pairs = zip(texts, starts, strict=False)
       pieces = [text[: size - i] for text, i in pairs if i < size] or [""]

@@ -1,12 +1,12 @@
 """Mixtures of data sets: the section data.mixture.
 
-    data.mixture.easy.name = "arithmetic"    data set; default: the part's name
+    data.mixture.easy.name = "arithmetic"    data set; default: the name, easy
     data.mixture.easy.path, .options         like data.path and data.options
     data.mixture.easy.weight = 3.0           relative share; default: 1
     data.mixture.easy.rewards = ("format",)  of reward.functions; default: all
 
-Examples carry their part's name (`data.examples.SOURCE`) for reward functions
-and for metrics by data set.
+Examples have their data set's name (here easy) under `data.examples.SOURCE`,
+for reward functions and for metrics per data set.
 """
 
 import math
@@ -34,26 +34,26 @@ class Source(NamedTuple):
   path: str = ""
   options: Mapping[str, Any] = {}  # keyword arguments of its load function
   weight: float = 1.0  # relative share of prompts
-  # Labels of reward functions, () for all; the first decides on right answers.
+  # Labels of reward functions, () for all; the first decides what is right.
   rewards: Sequence[str] = ()
 
 
 def _source(part: str, settings: Mapping[str, Any]) -> Source:
   options = {"name": part} | dict(settings)
   rewards = options.get("rewards", ())
-  if isinstance(rewards, str):  # on a command line
+  if isinstance(rewards, str):  # from a command line
     rewards = tuple(x.strip() for x in rewards.split(",") if x.strip())
   return Source(**options | {"rewards": tuple(map(label, rewards))})
 
 
 def sources(settings: TrainSettings) -> dict[str, Source]:
-  """Returns the data sets of a valid mixture by part name, sorted."""
+  """Returns the data sets of a valid mixture, sorted by name."""
   section = sorted(settings.data.mixture.items())
   return {part: _source(part, options) for part, options in section}
 
 
 def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
-  """Returns the data sets of each reward function that does not score all."""
+  """Maps reward functions that skip some data sets to those they score."""
   parts = sources(settings)
   scored = {}
   for name in map(label, settings.reward.functions):
@@ -64,14 +64,14 @@ def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
 
 
 def judges(settings: TrainSettings) -> dict[str, str]:
-  """Returns the reward function that decides on right answers per data set."""
+  """Returns per data set the reward function that decides what is right."""
   default = label(settings.reward.functions[0])
   parts = sources(settings)
   return {name: (*x.rewards, default)[0] for name, x in parts.items()}
 
 
 def errors(settings: TrainSettings) -> list[str]:
-  """Returns a line per error of a mixture: setting, value, remedy."""
+  """Returns an error line (setting, value, remedy) per mistake in a mixture."""
   parts = settings.data.mixture
   lines = []
   data = settings.data
@@ -86,7 +86,7 @@ def errors(settings: TrainSettings) -> list[str]:
   functions = settings.reward.functions
   labels = [label(x) for x in functions if isinstance(x, str)]
   for part, options in parts.items():
-    lines += _part(part, options, labels)
+    lines += _part_errors(part, options, labels)
   if lines:
     return lines
   used = [_source(part, x).rewards or labels for part, x in parts.items()]
@@ -96,8 +96,8 @@ def errors(settings: TrainSettings) -> list[str]:
   return lines
 
 
-def _part(part: str, options: Any, labels: Sequence[str]) -> list[str]:
-  """Returns a line per error of a data set of a mixture."""
+def _part_errors(part: str, options: Any, labels: Sequence[str]) -> list[str]:
+  """Returns an error line per mistake in one data set of a mixture."""
   field = f"{SECTION}.{part}"
   if not isinstance(options, Mapping):
     remedy = (
@@ -128,7 +128,7 @@ def _part(part: str, options: Any, labels: Sequence[str]) -> list[str]:
     ("weight", number and 0 < weight < math.inf, "must be a positive number"),
     ("path", isinstance(values["path"], str), "must be a string"),
     ("options", isinstance(values["options"], Mapping), "is a section"),
-    ("rewards", known, f"use names of reward.functions, once: {labels}"),
+    ("rewards", known, f"use names of reward.functions, each once: {labels}"),
   ):
     if not holds:
       errors.append(config_error(f"{field}.{key}", values[key], remedy))
@@ -138,7 +138,7 @@ def _part(part: str, options: Any, labels: Sequence[str]) -> list[str]:
 def by_source(
   settings: TrainSettings, examples: Sequence[Mapping[str, Any]]
 ) -> dict[str, np.ndarray]:
-  """Returns row indices of examples by data set; {} without a mixture."""
+  """Returns the examples' row indices per data set; {} without a mixture."""
   rows_of: dict[str, list[int]] = {name: [] for name in sources(settings)}
   for i, example in enumerate(examples if rows_of else ()):
     rows_of[example[SOURCE]].append(i)
@@ -150,10 +150,10 @@ def metrics(
   examples: Sequence[Mapping[str, Any]],
   rewards: Float[np.ndarray, "B G"],
 ) -> dict[str, int | float]:
-  """Returns a step's metrics by data set; {} without a mixture.
+  """Returns a step's metrics per data set; {} without a mixture.
 
-  They are `NAME/prompts`, `NAME/reward_mean` (of finite rewards, if any) and
-  `NAME/zero_variance_groups`, all before aggregation.
+  The metrics are `NAME/prompts`, `NAME/reward_mean` (of finite rewards, if any)
+  and `NAME/zero_variance_groups`, all before reward.aggregation.
   """
   row: dict[str, int | float] = {}
   for name, rows in by_source(settings, examples).items():

@@ -15,14 +15,14 @@ from grpojax.environments import conventions
 from grpojax.rewards import exact_ids
 from grpojax.runtime.text import tokenization
 from grpojax.training.policies import Policy
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 from grpojax.training.settings.run import TrainSettings
 
 Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
 
 
 def template_options(settings: TrainSettings, policy: Policy) -> dict[str, Any]:
-  """Returns keyword arguments of the chat template, with tools if any."""
+  """Returns arguments of the chat template, including the tools, if any."""
   options = dict(settings.data.template_options)
   env = settings.environment
   if not env.on:
@@ -68,7 +68,7 @@ def padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Prompts:
   """Pads rows of token ids on the right."""
   mask = np.arange(width) < np.array([*map(len, rows)])[:, None]
   ids = np.full(mask.shape, pad_id, np.int32)
-  # The mask selects places row by row, in the order of the chained ids.
+  # The mask is filled row by row, in the order of the chained ids.
   ids[mask] = list(itertools.chain(*rows))
   return Prompts(ids, mask)
 
@@ -90,19 +90,19 @@ def trim(prompts: Prompts) -> Prompts:
 
 
 def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
-  """Returns trimmed batches of a single pass over held-out examples."""
+  """Returns trimmed batches that contain each held-out example once."""
   size = settings.eval.batch_size
-  batches = prompt_batches(
+  untrimmed = prompt_batches(
     settings, policy, examples, batch_size=size, shuffle=False, repeat=False
   )
-  return ((trim(prompts), batch) for prompts, batch in batches)
+  return ((trim(prompts), batch) for prompts, batch in untrimmed)
 
 
 def take(
-  batches: Batches, count: int, mesh: jax.sharding.Mesh
+  stream: Batches, count: int, mesh: jax.sharding.Mesh
 ) -> tuple[Prompts, list[dict[str, Any]]]:
-  """Joins the next `count` batches; trims and places them on a mesh."""
-  prompts, examples = zip(*(next(batches) for _ in range(count)), strict=True)
+  """Joins the next `count` batches, trims them and places them on a mesh."""
+  prompts, examples = zip(*(next(stream) for _ in range(count)), strict=True)
   joined = jax.tree.map(lambda *x: np.concatenate(x), *prompts)
   flat = [*itertools.chain(*examples)]
   return meshes.place(trim(joined), mesh, "batch"), flat
@@ -116,8 +116,8 @@ def training_batches(
   start: int = 0,
   parts: int = 1,
 ) -> Batches:
-  """Returns training batches from prompt `start` on, `parts` per step."""
-  samples = batches_lib.samples_per_step(settings)
+  """Returns training batches, `parts` per step, from prompt `start` on."""
+  samples = batches.samples_per_step(settings)
   target = None
   if settings.reward.on_device:
     target, _ = device_reward(settings, policy)
@@ -143,6 +143,6 @@ def prompts_of(
 
 
 def device_reward(settings: TrainSettings, policy: Policy):
-  """Returns `(target, reward)` of `exact_ids`, which score token ids."""
+  """Returns the functions `(target, reward)` that score ids on the device."""
   (name,) = settings.reward.functions
   return exact_ids.ON_DEVICE[name](policy.tokenizer, policy.eos_ids)

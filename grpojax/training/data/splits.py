@@ -1,7 +1,7 @@
-"""Training and held-out examples whose prompts fit.
+"""Training and held-out examples, without prompts that are too long.
 
-A run reads all examples of a finite data set at the start. So a long prompt
-cannot end it later, and changed data are noticed on resume.
+A run reads all examples of a finite data set at the start, so that it finds
+long prompts before training, and changed data when it resumes.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from grpojax.runtime.files import records
 from grpojax.training.data import mixtures, prompts
 from grpojax.training.policies import Policy
 from grpojax.training.run import hub_pins, run_directory
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 from grpojax.training.settings.run import TrainSettings
 
 MEASURED = 4096
@@ -39,16 +39,16 @@ _REPORT_EVERY = 10.0  # seconds between progress lines of a long pass
 
 
 class Split(NamedTuple):
-  """The examples of one split whose prompts fit."""
+  """Examples of a split, without prompts that are too long."""
 
   examples: Any  # with random access
-  dropped: int = 0  # number of examples that do not fit
+  dropped: int = 0  # number of examples with too long prompts
   fingerprint: str = ""  # SHA-256 of all examples' JSON, in order
-  # Tokens per prompt; for an endless data set of its first prompts.
+  # Tokens per prompt; in an endless data set only of the first prompts.
   lengths: Int[np.ndarray, "n"] | None = None
   # Hash of each prompt's text; empty for an endless data set.
   prompts: Int[np.ndarray, "n"] = np.empty(0, np.int64)
-  key: str = ""  # fingerprint of all inputs of the lengths
+  key: str = ""  # fingerprint of everything that determines the lengths
   parts: Mapping[str, Any] = {}  # splits of a mixture's data sets by name
 
 
@@ -57,8 +57,8 @@ def with_prompt_length(
 ) -> TrainSettings:
   """Replaces data.max_prompt_length = 0 by the length of the longest prompt.
 
-  An endless data set is measured only in part, so it gets the next power of 2,
-  at least 32.
+  Only a part of an endless data set is measured, so its length is rounded up to
+  a power of 2, at least 32.
   """
   if settings.data.max_prompt_length:
     return settings
@@ -72,7 +72,7 @@ def load_examples(settings: TrainSettings, split: str) -> Any:
   """Loads all examples of a split, with random access.
 
   "train" depends on the run's seed; "test" has the first `eval.num_prompts`
-  examples, in a mixture (data.mixture) of each data set.
+  examples of the data set, or of each data set in a mixture.
   """
   data = settings.data
   parts = []
@@ -105,11 +105,11 @@ def load_split(
   check_signals: Callable[[], None] = lambda: None,
   examples: Any = None,
 ) -> Split:
-  """Returns the examples of a split whose prompts fit.
+  """Returns a split without too long prompts (data.max_prompt_length).
 
   The policy's tokenizer measures prompts, unless their lengths are in `cache`,
-  a file of `save_lengths`. `check_signals` is called between examples. None as
-  `examples` calls `load_examples`.
+  a file of `save_lengths`. `check_signals` is called between examples, which
+  come from `load_examples` by default.
   """
   fit = functools.partial(_fit, settings, policy, cache, check_signals)
   if examples is None:
@@ -161,7 +161,7 @@ def _fit(
       raise ValueError(
         f"{name} split: {too_long.sum()} of {len(lengths)} prompts have more "
         f"than --config.data.max_prompt_length = {limit} tokens (example "
-        f"{longest} has {lengths[longest]}), and prompts are never cut: "
+        f"{longest} has {lengths[longest]}), and prompts are never cut off: "
         f"{remedy}, or set data.too_long = 'drop'"
       )
     return whole
@@ -184,12 +184,12 @@ def _fit(
 def fingerprint(
   examples: Any, check_signals: Callable[[], None]
 ) -> tuple[str, Int[np.ndarray, "n"]]:
-  """Returns the SHA-256 of the examples (or the first) and `Split.prompts`."""
+  """Returns `Split.fingerprint` and `Split.prompts` of the examples."""
   endless = len(examples) >= ENDLESS
   digest = hashlib.sha256()
   count = FINGERPRINTED if endless else len(examples)
   texts = np.empty(count, np.int64)
-  for i in _watched(count, "read", check_signals):
+  for i in _with_progress(count, "read", check_signals):
     example = examples[i]
     text = json.dumps(example, sort_keys=True, default=str)
     digest.update(text.encode() + b"\n")
@@ -208,22 +208,22 @@ def prompt_lengths(
   most: int,
   check_signals: Callable[[], None],
 ) -> Int[np.ndarray, "n"]:
-  """Returns the numbers of tokens of the first `most` prompts."""
+  """Returns the number of tokens of each of the first `most` prompts."""
   lengths = np.empty(min(len(examples), most), np.int32)
-  for i in _watched(len(lengths), "measured", check_signals):
+  for i in _with_progress(len(lengths), "measured", check_signals):
     prompt = examples[i]["prompt"]
     lengths[i] = len(encode(prompt)[1])
     if not lengths[i]:
       raise ValueError(
-        f"example {i}: a prompt without tokens, {prompt!r}: remove it"
+        f"example {i}: the prompt {prompt!r} has no tokens: remove it"
       )
   return lengths
 
 
-def _watched(
+def _with_progress(
   count: int, verb: str, check_signals: Callable[[], None]
 ) -> Iterator[int]:
-  """Yields 0, 1, ..., count - 1, and prints progress."""
+  """Yields 0, 1, ..., count - 1, and prints progress lines."""
   last = time.monotonic()
   for i in range(count):
     check_signals()
@@ -234,16 +234,16 @@ def _watched(
 
 
 def _prompts_of_run(settings: TrainSettings) -> int:
-  """Returns the maximum number of prompts of a run."""
-  batches = settings.steps
+  """Returns the maximum number of prompts that a run can draw."""
+  draws = settings.steps
   if settings.filter_groups.enable:
-    batches *= settings.filter_groups.max_num_gen_batches
-  smallest = min(batches_lib.group_sizes(settings))
-  return batches * (batches_lib.samples_per_step(settings) // smallest)
+    draws *= settings.filter_groups.max_num_gen_batches
+  smallest = min(batches.group_sizes(settings))
+  return draws * (batches.samples_per_step(settings) // smallest)
 
 
 def _digest(settings: TrainSettings, policy: Policy) -> str:
-  """Returns a hash of tokenizer and format, which decide the lengths."""
+  """Returns a hash of tokenizer and prompt format, which set the lengths."""
   digest = hashlib.sha256()
   for name in hf.COMPANIONS:
     file = policy.directory / name
@@ -256,7 +256,7 @@ def _digest(settings: TrainSettings, policy: Policy) -> str:
 
 
 def save_lengths(file: pathlib.Path, splits: Mapping[str, Split]) -> None:
-  """Stores the lengths of all prompts for `load_split`, in a .npz file."""
+  """Writes the lengths of all prompts to a .npz file, for `load_split`."""
   arrays = {}
   for split, whole in splits.items():
     parts = {f"{split} {name}": part for name, part in whole.parts.items()}
@@ -273,5 +273,5 @@ def _saved_lengths(file: pathlib.Path | None, split: str, key: str):
     with np.load(file, allow_pickle=False) as arrays:
       known = str(arrays[f"{split} key"]) == key
       return arrays[split] if known else None
-  except Exception:  # zipfile and NumPy raise many types
+  except Exception:  # many types, if the file is damaged
     return None

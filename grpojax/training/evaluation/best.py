@@ -9,33 +9,33 @@ from typing import Any
 
 Row = Mapping[str, Any]
 Record = dict[str, Any]
-"""JSON values in every checkpoint: "best", the evaluation row with the highest
-accuracy; "last", the last evaluated step; "without_gain", the number of
-consecutive evaluations that did not raise the highest accuracy, initial weights
-included. {} before the first evaluation."""
+"""Evaluations so far, in JSON values in every checkpoint. "best" is the row of
+the highest accuracy; "last" the last evaluated step; "without_gain" the number
+of evaluations in a row that did not raise the highest accuracy, which includes
+that of the initial weights. {} before the first evaluation."""
 
 COLUMNS = ("step", "accuracy", "accuracy_low", "accuracy_high", "prompts")
 
 
 def after(record: Record, baseline: Row | None, row: Row) -> Record:
-  """Adds an evaluation to the record, unless its step is already included.
+  """Adds an evaluation to the record, unless the record includes its step.
 
-  The record starts again if the prompts change. `baseline` is the evaluation of
-  the initial weights.
+  The record starts again if the number of prompts changes. `baseline` is the
+  evaluation of the initial weights.
   """
   if row["step"] <= record.get("last", 0):
     return record
   best = record.get("best")
-  without = record.get("without_gain", 0)
+  without_gain = record.get("without_gain", 0)
   if best and best["prompts"] != row["prompts"]:
     best = None
-    without = 0
+    without_gain = 0
   before = [x["accuracy"] for x in (best, baseline) if x]
   gain = row["accuracy"] > max(before, default=-1.0)
   if best is None or row["accuracy"] > best["accuracy"]:
     best = {name: row[name] for name in COLUMNS}
-  without = 0 if gain else without + 1
-  return {"best": best, "last": row["step"], "without_gain": without}
+  without_gain = 0 if gain else without_gain + 1
+  return {"best": best, "last": row["step"], "without_gain": without_gain}
 
 
 def without_lost(record: Record, steps: Sequence[int]) -> Record:
@@ -52,7 +52,7 @@ def step(record: Record) -> int | None:
 
 
 def stopping(record: Record, limit: int) -> str | None:
-  """Returns why a run ends after `limit` evaluations without gain, or None."""
+  """Returns the reason to end: `limit` evaluations without gain; else None."""
   count = record.get("without_gain", 0)
   if not 0 < limit <= count:
     return None

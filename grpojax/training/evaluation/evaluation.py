@@ -1,10 +1,9 @@
 """Evaluation of a model on held-out prompts, or comparison of two models.
 
-Estimates use a single value per prompt, because samples of the same prompt are
-dependent.
+Estimates use one value per prompt, because samples of a prompt are dependent.
 
 Models differ in prompt format and tokenizer, so `data.too_long` may drop
-different prompts. Two models are compared on prompts that fit both.
+different prompts. Two models are compared on prompts that neither drops.
 """
 
 import functools
@@ -55,7 +54,7 @@ class HeldOut(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-  """Completions of held-out prompts."""
+  """Completions of held-out prompts, and their rewards."""
 
   rewards: np.ndarray  # [prompts, samples]; nan counts as wrong
   texts: list[list[str]]  # completions, [prompts][samples]
@@ -67,7 +66,7 @@ class Evaluation(NamedTuple):
 def _in_common(
   names: Sequence[str], splits: Sequence[splits_lib.Split]
 ) -> list[Any]:
-  """Returns each model's examples that fit all models."""
+  """Returns each model's examples, limited to those that fit all models."""
   text = functools.partial(json.dumps, sort_keys=True)
   prompts = [
     [text(x.examples[i]["prompt"]) for i in range(len(x.examples))]
@@ -139,10 +138,10 @@ def evaluate(
   """Samples and scores completions of every batch of a data set.
 
   Uses `params`, not the policy's parameters. The last batch may be shorter;
-  None as mesh is a single device. `step` is the number of finished steps, for
-  rewards that use it (`rewards.with_step`). `check_signals` is called before
-  each batch in all processes (`together`) and while waiting; `on_progress` gets
-  the number of finished prompts, from 0.
+  without a mesh a single device is used. `step` is the number of finished
+  steps, for rewards that depend on it (`scoring.with_step`). `check_signals` is
+  called before each batch in all processes (`together`) and while waiting;
+  `on_progress` gets the number of finished prompts, at first 0.
   """
   rewards = []
   texts = []
@@ -155,7 +154,7 @@ def evaluate(
   for i, (prompts, examples) in enumerate(batches):
     check_signals(together=True)
     examples = scoring.with_step(pool, examples, step, settings.steps)
-    # Empty prompts fill the last batch, so that a single program compiles.
+    # Fill the last batch with empty prompts, so that one program is compiled.
     missing = settings.eval.batch_size - len(prompts.prompt_ids)
     pad = lambda x, n=missing: np.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1))
     padded = jax.tree.map(pad, prompts)
@@ -179,13 +178,13 @@ def evaluate(
 
 
 def failed(failures: Sequence[Failure]) -> str:
-  """Describes failed rewards in a line."""
+  """Returns a line with the number of failed rewards and the first failure."""
   first = failures[0]
   # The reason may have several lines and quote the completion.
   reason = printable(" ".join(first.reason.split()))
   return (
     f"{len(failures)} rewards failed; the first: {first.function} "
-    f"({reason}) of {first.completion[:80]!r}"
+    f"({reason}) for {first.completion[:80]!r}"
   )
 
 
@@ -223,10 +222,10 @@ def per_prompt(
 ) -> dict[str, np.ndarray]:
   """Returns metrics per prompt, [prompts], by name.
 
-  These are pass@k for each of `ks`, or without ks the accuracy of the first
-  completion; maj@k with `answer`; and the mean reward, if all completions have
-  one and it is `graded` or takes values other than 0 and 1. A single prompt
-  only has the accuracy, because other intervals need several prompts.
+  The metrics are pass@k for each of `ks`, or the accuracy of first completions
+  without `ks`; maj@k if there is an `answer`; and the mean reward, if every
+  completion has one and rewards are `graded` or not all 0 or 1. A single prompt
+  has only the accuracy, because other intervals need several prompts.
   """
   right = result.rewards >= CORRECT
   values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}
@@ -235,7 +234,7 @@ def per_prompt(
   if answer is not None:
     labels = answer_labels(result, answer)
     values |= {f"maj@{k}": majority_at_k(labels, right, k) for k in ks}
-  graded = graded or not _right_or_wrong(result.rewards)
+  graded = graded or not _is_binary(result.rewards)
   if graded and np.isfinite(result.rewards).all():
     values[REWARD] = result.rewards.mean(axis=-1)
   return _with_interval(values, np.arange(len(right)))
@@ -244,7 +243,7 @@ def per_prompt(
 def _with_interval(
   values: Mapping[str, np.ndarray], rows: Int[np.ndarray, "n"]
 ) -> dict[str, np.ndarray]:
-  """Returns the metrics of `rows`; for a single row only the accuracy."""
+  """Selects rows of metrics; for a single row only the accuracy."""
   several = len(rows) > 1
   names = [name for name in values if several or name == "accuracy"]
   return {name: values[name][rows] for name in names}
@@ -255,9 +254,9 @@ def outcomes(
 ) -> dict[str, Any]:
   """Returns a row of evaluations.jsonl without its step.
 
-  `accuracy` is from `per_prompt`; `right` has a character 0 or 1 per prompt.
-  `problems` is a fingerprint of prompts and answers in their order: evaluations
-  with the same fingerprint can be compared.
+  `accuracy` is from `per_prompt`. In the row, `right` has a character 0 or 1
+  per prompt, and `problems` is a fingerprint of the prompts and answers in
+  order: evaluations with equal fingerprints can be compared.
   """
   problems = [  # 7 and "7" are the same answer
     [e.get("prompt"), str(e["answer"]) if "answer" in e else None]
@@ -273,7 +272,7 @@ def outcomes(
 def by_data_set(
   settings: TrainSettings, result: Evaluation, values: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, np.ndarray]]:
-  """Splits metrics of `per_prompt` by data set; {} without a mixture."""
+  """Returns metrics of `per_prompt` per data set; {} without a mixture."""
   each = {
     name: _with_interval(values, rows)
     for name, rows in mixtures.by_source(settings, result.examples).items()
@@ -281,17 +280,17 @@ def by_data_set(
   return {name: part for name, part in each.items() if part}
 
 
-def _right_or_wrong(*values: np.ndarray) -> bool:
+def _is_binary(*values: np.ndarray) -> bool:
   return all(np.isin(v, (0, 1)).all() for v in values)
 
 
 def estimate(values: np.ndarray) -> tuple[float, float, float]:
   """Returns the mean over prompts and its 95% interval: mean, low, high.
 
-  Wilson's interval for values 0 and 1, `share_interval` for other values in
-  [0, 1], else Student's.
+  The interval is Wilson's for values 0 and 1, `share_interval` for other values
+  in [0, 1], else Student's.
   """
-  if _right_or_wrong(values):
+  if _is_binary(values):
     return intervals.wilson_interval(int(np.sum(values)), len(values))
   inside = values.min() >= 0 and values.max() <= 1
   interval = intervals.share_interval if inside else intervals.mean_interval
@@ -311,11 +310,11 @@ def compare(
 ) -> dict[str, intervals.PairedDifference]:
   """Returns paired differences a - b of two models' metrics of `per_prompt`.
 
-  Agresti and Min's interval for values 0 and 1, else Student's.
+  The interval is Agresti and Min's for values 0 and 1, else Student's.
   """
   return {
     name: intervals.paired_proportions(a[name] == 1, b[name] == 1)
-    if _right_or_wrong(a[name], b[name])
+    if _is_binary(a[name], b[name])
     else intervals.paired_difference(a[name], b[name])
     for name in a
     if name in b
@@ -323,13 +322,13 @@ def compare(
 
 
 def text(name: str, mean: float, low: float, high: float, sign="") -> str:
-  """Formats an estimate and its interval, in percent or as a reward."""
+  """Formats an estimate and its interval, in percent unless it is a reward."""
   form = f"{sign}.3g" if name == REWARD else f"{sign}.1%"
   return f"{mean:{form}}  [{low:{form}}, {high:{form}}]"
 
 
 def lines(values: Mapping[str, np.ndarray]) -> list[str]:
-  """Returns printed lines of a model's metrics."""
+  """Returns a line to print per metric of a model."""
   return [
     f"{TITLES.get(name, name)}  {text(name, *estimate(value))}"
     for name, value in values.items()
@@ -339,7 +338,7 @@ def lines(values: Mapping[str, np.ndarray]) -> list[str]:
 def table(
   a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
 ) -> list[str]:
-  """Returns a printed table of two models' metrics and their differences."""
+  """Returns the lines of a table of two models' metrics and differences."""
   rows = [("", "model", "compare", "model - compare", "p")]
   for name, (*difference, p_value) in compare(a, b).items():
     both = (text(name, *estimate(values[name])) for values in (a, b))

@@ -1,7 +1,7 @@
 """Profiler trace of some steps, with a profile of device memory after them.
 
-An error while writing is printed, the trace is removed (the disk may be full),
-and the run goes on.
+If writing fails, the error is printed, the trace is removed (the disk may be
+full), and the run goes on.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from grpojax.runtime.processes import distributed
 
 PROFILE = "profile"  # in the run directory
 _TRACES = "plugins/profile/*"  # in PROFILE; named by start time
-MEMORY = "memory.prof"  # in PROFILE; for pprof
+MEMORY = "memory.prof"  # in PROFILE; pprof reads it
 
 Around = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
 def parse(text: str) -> range:
-  """Parses profile.steps: "10:12" is steps 10, 11 and 12, "" is none."""
+  """Parses profile.steps: "10:12" means steps 10, 11 and 12; "" no step."""
   if not text:
     return range(0)
   parts = re.fullmatch(r"(\d+):(\d+)", text)
@@ -35,7 +35,7 @@ def parse(text: str) -> range:
 def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
   """Yields `(step) -> context manager`, which traces a step of profile.steps.
 
-  `text` is profile.steps, `done` the number of steps before the program began.
+  `text` is profile.steps, `done` the number of steps in a run's earlier starts.
   The trace ends after its last step, or with the context. Writing a large trace
   may fail, so close the context after the state is saved.
   """
@@ -44,7 +44,7 @@ def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
   running = False
   before = {*folder.glob(_TRACES)}
   if steps and steps[-1] <= done:
-    print(f"profile.steps = {text!r}: not traced, {done} steps are done")
+    print(f"profile.steps = {text!r}: already done, so not traced")
 
   def attempt(function):
     """Calls `function`; an error ends the trace but not the run."""
@@ -71,7 +71,7 @@ def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
     prefix = f"{jax.process_index()}." if distributed.several() else ""
     memory = folder / f"{prefix}{MEMORY}"
     jax.profiler.save_device_memory_profile(memory)
-    print(f"profile: xprof {folder}; memory: pprof {memory}", flush=True)
+    print(f"profile: run xprof {folder}; memory: pprof {memory}", flush=True)
 
   @contextlib.contextmanager
   def around(step):

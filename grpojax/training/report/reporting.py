@@ -77,7 +77,7 @@ def step_line(settings: TrainSettings, row: Mapping[str, Any], eta: Eta) -> str:
   step = row["step"]
   steps = settings.steps
   words = [f"step {step:>{len(str(steps))}}/{steps}"]
-  # A row has the means of single reward functions if there are several.
+  # With several reward functions a row has the mean of each.
   rewards = [n for n in row if re.fullmatch("rewards/.*/mean", n)]
   shown = [SHOWN[0], *rewards, *SHOWN[1:]]
   for name in filter(row.__contains__, shown):
@@ -110,7 +110,7 @@ def _append(run: Run, name: str, row: dict[str, Any]) -> None:
 
 
 def _ids(run: Run) -> dict[str, str]:
-  """Reads the run's id in each tracker; ValueError for a damaged file."""
+  """Reads the run's id per tracker; ValueError for a damaged file."""
   file = run.file(run_directory.TRACKED)
   if not file.exists():
     return {}
@@ -154,7 +154,7 @@ def record(run: Run, row: dict[str, Any]) -> None:
 
 
 def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
-  """Returns the rows of evaluations after `step` on the current prompts."""
+  """Returns the recorded evaluations of `step`, on as many prompts as now."""
   key = step, len(run.held_out.examples)
   return [
     row
@@ -166,7 +166,7 @@ def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
 def evaluate_held_out(
   run: Run, params: Params, step: int, check_signals: Callable[[], None]
 ) -> dict[str, Any]:
-  """Evaluates on held-out prompts, greedily; returns the recorded row.
+  """Evaluates greedily on held-out prompts; records and returns a row.
 
   `check_signals` is called meanwhile; if it raises, no row is recorded.
   """
@@ -227,7 +227,7 @@ def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
 
 
 def _first_samples(result: evaluation.Evaluation, count: int) -> list[dict]:
-  """Returns `count` prompts with a completion and its reward, if any."""
+  """Returns the first `count` prompts, each with a completion and reward."""
   rows = zip(result.examples, result.texts, result.rewards, strict=True)
   return [
     {
@@ -240,7 +240,7 @@ def _first_samples(result: evaluation.Evaluation, count: int) -> list[dict]:
 
 
 def warn_of_shortcut(baseline: dict[str, Any], row: dict[str, Any]) -> None:
-  """Warns if rewards rise while completions shrink and none is correct."""
+  """Warns if rewards rise and completions shrink, but none is correct."""
   names = REWARD, "held_out_length"
   if row["accuracy"] or not all(n in x for n in names for x in (baseline, row)):
     return
@@ -264,7 +264,7 @@ def _show(prompt: str, completion: str, reward: float | None) -> None:
 
 
 def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
-  """Prints the number of failed rewards of a step; records the first."""
+  """Prints the number of failed rewards of a step; records the first ones."""
   if failures:
     print(f"step {step}: {evaluation.failed(failures)}", flush=True)
   for failure in failures[:KEPT_FAILURES]:
@@ -298,7 +298,7 @@ def finish(
 ) -> dict[str, Any]:
   """Writes the model, learning curve, report and summary; returns the summary.
 
-  With checkpoint.best the model has the highest held-out accuracy.
+  With checkpoint.best, writes the model of the highest held-out accuracy.
   `check_signals` is called first, and may raise.
   """
   run.check_directory()
@@ -316,7 +316,7 @@ def finish(
   model = run.file(run_directory.MODEL)
   # Write the model, unless an earlier start of the run has done so.
   if not distributed.on_main(lambda: file_checksums.intact(model)):
-    if distributed.is_main():  # it may have been killed after this
+    if distributed.is_main():  # left incomplete by a killed start
       run_directory.remove_model(run.directory)
     whole = policies.whole_params(run.policy, params)
     source = run.policy.directory
@@ -369,8 +369,8 @@ def _summarize(
     summary["best_accuracy"] = row["accuracy"]
     summary["best_accuracy_interval"] = _interval(row, "accuracy")
   model = run.file(run_directory.MODEL)
-  of_model = {"step": model_step, "of_steps": steps}
-  records.write_json(model / run_directory.OF_MODEL, of_model)
+  saved_step = {"step": model_step, "of_steps": steps}
+  records.write_json(model / run_directory.MODEL_STEP, saved_step)
   # The summary marks a finished run, so it is written last.
   run_report.write(run.directory, finished=True)
   records.write_json(run.file(run_directory.SUMMARY), summary)

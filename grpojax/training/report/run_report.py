@@ -1,6 +1,6 @@
-"""Makes an HTML report from the directories of runs, finished or not.
+"""HTML report on one or several runs, finished or not.
 
-Missing files and broken lines are noted on the page.
+Missing files and broken lines are listed on the page.
 """
 
 import collections
@@ -19,14 +19,14 @@ from grpojax.training.config import default_config
 from grpojax.training.report import verdict
 from grpojax.training.run import run_directory
 
-FAILURES = 200  # maximum number shown per run
-EPISODES = "path", "tools"  # environment settings
+FAILURES = 200  # maximum number of failed rewards shown per run
+EPISODES = "path", "tools"  # environment settings that cause episodes
 
 Rows = list[dict[str, Any]]
 
 
 def _json(text: str | bytes) -> dict[str, Any] | None:
-  """Parses a JSON object; None for any other text."""
+  """Parses a JSON object; returns None for any other text."""
   try:
     value = json.loads(text)
   except (RecursionError, ValueError):
@@ -42,9 +42,9 @@ def _cannot_be_read(path: pathlib.Path, error: OSError) -> list[str]:
 
 
 def read_rows(path: pathlib.Path, notes: list[str], key: str = "step") -> Rows:
-  """Reads the rows with a `key`; [] for a missing file.
+  """Reads the rows that have this `key`; returns [] for a missing file.
 
-  An unfinished last line is ignored; other broken lines are counted in `notes`.
+  Ignores an unfinished last line; adds the number of broken lines to `notes`.
   """
   try:
     lines = path.read_bytes().split(b"\n")[:-1]
@@ -61,10 +61,10 @@ def read_rows(path: pathlib.Path, notes: list[str], key: str = "step") -> Rows:
 def read_samples(
   path: pathlib.Path, notes: list[str], budget: int
 ) -> tuple[Rows, dict[str, int]]:
-  """Reads rows of samples.jsonl, of as many steps as fit into `budget` bytes.
+  """Reads samples.jsonl for as many steps as fit into `budget` bytes.
 
-  Also returns the numbers of `steps` in the file and of `kept_steps`. The file
-  may be larger than memory, so only rows of these steps are parsed.
+  Also returns the number of `steps` in the file and of `kept_steps`, the only
+  steps whose rows are parsed, because the file may be larger than memory.
   """
   sizes: dict[int, int] = collections.defaultdict(int)
   try:
@@ -83,13 +83,13 @@ def read_samples(
 
 
 def _step_of(line: bytes) -> int | None:
-  """Returns the step of a row, which starts with it."""
+  """Returns the step at the start of a row; None for a broken line."""
   match = re.match(rb'\{"step": (\d{1,15}),.*\n', line)
   return int(match[1]) if match else None
 
 
 def _failures(rows: Rows) -> dict[str, Any]:
-  """Counts failed rewards by function and reason; adds the first rows."""
+  """Returns counts of failed rewards by function and reason, and some rows."""
   counts = collections.Counter((row["function"], row["reason"]) for row in rows)
   return {
     "total": len(rows),
@@ -104,7 +104,7 @@ def _flat(config: Any) -> dict[str, str]:
 
 
 def _read(path: pathlib.Path, name: str, finished: bool, budget: int) -> dict:
-  """Reads a run directory: data to show and to compare."""
+  """Reads the data of a run directory for the page and for comparisons."""
   notes: list[str] = []
   metrics = read_rows(path / run_directory.METRICS, notes)
   counts = read_rows(path / run_directory.REWARDS, notes)
@@ -181,8 +181,8 @@ def _settings(runs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
   return sorted(rows, key=lambda row: (not row["differs"], not row["changed"]))
 
 
-def _names(paths: Sequence[pathlib.Path]) -> list[str]:
-  """Returns the shortest ends of the runs' paths that differ."""
+def _short_names(paths: Sequence[pathlib.Path]) -> list[str]:
+  """Names runs by the ends of their paths, the shortest that differ."""
   parts = [path.absolute().parts for path in paths]
   for count in range(1, max(map(len, parts)) + 1):
     names = ["/".join(path_parts[-count:]) for path_parts in parts]
@@ -198,8 +198,8 @@ def report(
 ) -> str:
   """Returns the HTML report; ValueError for a directory without a run.
 
-  `names` are taken from the directories by default. `finished` is True for a
-  single run that has not written its summary yet.
+  The default `names` are ends of the paths. `finished` is True for a single run
+  that is finished but has not written its summary yet.
   """
   for path in paths:
     # A config.json is not enough: model directories also have it.
@@ -209,7 +209,7 @@ def report(
         f"no run at {path}: give the run directory of a training run, with its "
         f"{run_directory.CONFIG} and {run_directory.METRICS}"
       )
-  names = names or _names(paths)
+  names = names or _short_names(paths)
   budget = completions.BUDGET // len(paths)
   runs = [
     _read(path, name, finished, budget)

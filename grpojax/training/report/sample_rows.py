@@ -1,33 +1,33 @@
-"""Rows of samples.jsonl and rewards.jsonl for a step.
+"""A step's rows of samples.jsonl and rewards.jsonl.
 
 Every `log.samples_every` steps the first `log.sample_groups` groups of a batch
-go to samples.jsonl, a row per completion, group by group:
+are written to samples.jsonl, one row per completion:
 
     step              as in metrics.jsonl
     group             number of the group in the batch, from 0
     prompt            text that the model read
-    completion        text without the EOS; the last turn of a trajectory
-    turns             of a trajectory: "by" (model or environment), "text",
-                      number of "tokens", and "reward" after the turn
-    answer            of the example, or null
+    completion        text without the EOS; of a trajectory the last turn
+    turns             only in trajectories, for each turn: "by" (model or
+                      environment), "text", number of "tokens", and "reward"
+    answer            reference answer of the example, or null
     reward            weighted sum of the functions' rewards, or null. The
                       advantage may use another number: see reward.aggregation,
                       loss.kl_placement and loss.truncated
-    rewards           reward of each function by name, or null
-    advantage         in the loss; 0 if the loss does not use it
-    truncated         True without an EOS, at the limit of tokens
+    rewards           reward, or null, of each function by name
+    advantage         in the loss; 0 if the loss does not use the completion
+    truncated         True if cut off at the limit of tokens, without an EOS
     tokens            text of each token, the EOS included
-    logprobs          of the sampler, per token, in nats; null, as the fields
-                      below, for tokens of an environment
-    trainer_logprobs  of the policy before the update, by the training program;
-                      with loss.old_logprobs="trainer" and several updates per
-                      step. Null, like ref_logprobs, if they were not computed
+    logprobs          rollout log-probability per token, in nats; null, like
+                      the fields below, for tokens of an environment
+    trainer_logprobs  the same from the training program before the update, for
+                      loss.old_logprobs="trainer" and several updates per step.
+                      Null, like ref_logprobs, if they were not computed
                       because the sample has no gradient
-    ref_logprobs      of the reference policy, if any
+    ref_logprobs      the same from the reference policy, if any
 
-Every step `counts` go to rewards.jsonl: pairs of a reward and its number of
-completions, by rising reward. More than `BINS` different rewards are counted in
-`BINS` intervals of equal width, named by their middle.
+Every step writes a row to rewards.jsonl, whose `counts` are pairs of a reward
+and its number of completions, in rising order. More than `BINS` different
+rewards are counted in `BINS` equal intervals, named by their middles.
 """
 
 import functools
@@ -58,7 +58,7 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-  """Returns the text of each token, decoded together with its predecessor.
+  """Returns the text of each token, decoded after its predecessor.
 
   Some tokenizers drop the space before the first token of a text.
   """
@@ -92,7 +92,7 @@ def of_batch(
     arrays["packed"] = batch.packing.packed()
   if samples.turns is not None:
     arrays |= {"turns": samples.turns, "turn_rewards": samples.turn_rewards}
-  # All processes take part in the transfer; only the main process goes on.
+  # All processes take part in the transfer, but only the main one needs rows.
   arrays = meshes.fetch({k: v for k, v in arrays.items() if v is not None})
   if not distributed.is_main():
     return []
@@ -112,7 +112,7 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
   example = filled.examples[place]
   sample = {name: values[b, g] for name, values in arrays.items()}
   ids, mask = sample["ids"], sample["mask"]
-  # The training program did not compute rows without a gradient.
+  # The training program leaves out samples without a gradient.
   if not sample.get("packed", True):
     unknown = np.full(mask.shape, np.nan)
     sample |= dict.fromkeys(TRAINING_LOGPROBS & sample.keys(), unknown)
@@ -147,7 +147,7 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
 
 
 def turns_of(tokenizer: Any, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Returns the turns of a trajectory: texts of model and environment.
+  """Returns the turns of a trajectory: the texts of model and environment.
 
   `sample` has a row's "ids", "mask", "turns" and "turn_rewards", and the
   "advantage" of each token if advantages differ between turns.
@@ -155,7 +155,7 @@ def turns_of(tokenizer: Any, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
   mask = sample["mask"]
   ids, turns = sample["ids"][mask], sample["turns"][mask]
   blocks = []
-  # Consecutive tokens of equal turn number are a block.
+  # Each turn is a block of consecutive tokens with the same turn number.
   for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turns)) + 1):
     turn = turns[part[0]]
     text = _decoded(tokenizer, ids[part].tolist())
@@ -174,7 +174,7 @@ def _number(value: Any, digits: int = 6) -> float | None:
 
 
 def _numbers(values, mask: np.ndarray, digits: int = 6) -> Any:
-  """Returns the number of a completion, or the numbers of its tokens."""
+  """Rounds a completion's number, or the numbers of its tokens."""
   if values.ndim == 0:
     return _number(values, digits)
   return [_number(x, digits) for x in values[mask]]
@@ -183,7 +183,7 @@ def _numbers(values, mask: np.ndarray, digits: int = 6) -> Any:
 def reward_counts(
   rewards: Float[np.ndarray, "B G"], bins: int = BINS
 ) -> list[tuple[float, int]]:
-  """Returns pairs of a finite reward, or a bin's middle, and its count."""
+  """Returns each finite reward, or each bin's middle, with its count."""
   finite = rewards[np.isfinite(rewards)].astype(np.float64)
   values, counts = np.unique(finite, return_counts=True)
   if len(values) > bins:

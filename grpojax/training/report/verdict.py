@@ -1,4 +1,4 @@
-"""Verdict on a run: a sentence computed from its metrics."""
+"""Verdict on a run: a sentence that sums up its metrics."""
 
 import collections
 import functools
@@ -13,13 +13,13 @@ from grpojax.training.evaluation import best
 from grpojax.training.run import progress
 from grpojax.training.run.progress import STOP_CONDITIONS, Progress, Row
 
-_UNTAUGHT = {
+_NO_SIGNAL = {
   "rewards_missing": "no completion had a reward",
   "skipped_updates": "gradients were not finite",
   "zero_variance_groups": "no group's rewards differed",
 }
-_OFTEN = 0.05  # minimum share of steps for a problem to be shown
-_QUARTER = 4  # minimum number of steps in a quarter for a trend
+_OFTEN = 0.05  # minimum share of steps with a problem that is shown
+_QUARTER = 4  # minimum number of steps in a quarter, to see a trend
 
 
 class Facts(NamedTuple):
@@ -45,19 +45,19 @@ def facts(
   Uses the last row of each step, without values that are not finite numbers.
   """
   steps = {}
-  tests = {}
+  evaluations = {}
   for full_row in rows:
     row = {name: x for name, x in full_row.items() if is_number(x)}
     if row.keys() >= set(best.COLUMNS):
-      tests[row["step"]] = row
+      evaluations[row["step"]] = row
     elif "step" in row and "reward_mean" in full_row:  # may be nan
       steps[row["step"]] = row
-  ordered, tested = ([x[s] for s in sorted(x)] for x in (steps, tests))
+  ordered, tested = ([x[s] for s in sorted(x)] for x in (steps, evaluations))
   tested = [row for row in tested if row["prompts"] == tested[-1]["prompts"]]
   return Facts(ordered, tested, planned, limits, finished, gain)
 
 
-def _at(run: Facts) -> str:
+def _when(run: Facts) -> str:
   last = int(run.steps[-1]["step"])
   return f"step {last}" + (f" of {run.planned}" if run.planned else "")
 
@@ -86,10 +86,10 @@ def _stop(run: Facts) -> str | None:
   return progress.stop_condition(_progress(run), run.limits)
 
 
-def _untaught(row: Row) -> str:
-  """Returns why a step learned nothing; "" if it did."""
-  for name, why in _UNTAUGHT.items():
-    # An update without tokens in the loss is also skipped; its norm is 0.
+def _no_signal_reason(row: Row) -> str:
+  """Returns the reason why a step taught nothing; "" for other steps."""
+  for name, why in _NO_SIGNAL.items():
+    # An update with no token in the loss is skipped, too, with gradient 0.
     finite = name == "skipped_updates" and "grad_norm" in row
     if row.get(name, 0) >= 1 and not finite:
       return why
@@ -97,8 +97,8 @@ def _untaught(row: Row) -> str:
 
 
 def _learned_nothing(run: Facts) -> str | None:
-  reasons = collections.Counter(map(_untaught, run.steps))
-  rose = run.gain and run.gain["low"] > 0  # advantages may compare groups
+  reasons = collections.Counter(map(_no_signal_reason, run.steps))
+  rose = run.gain and run.gain["low"] > 0  # some advantages compare groups
   if rose or "" in reasons:
     return None
   total = len(run.steps)
@@ -106,26 +106,26 @@ def _learned_nothing(run: Facts) -> str | None:
   rewards = [row["reward_mean"] for row in run.steps if "reward_mean" in row]
   mean = f"; mean reward {np.mean(rewards):.3g}" if rewards else ""
   name = _stop(run)
-  stopped = f". Stopped at {_at(run)} (stop.{name})" if name else ""
+  stopped = f". Stopped at {_when(run)} (stop.{name})" if name else ""
   return f"Learned nothing: {', '.join(counts)}{mean}{stopped}"
 
 
 def _stopped(run: Facts) -> str | None:
   name = _stop(run)
   return name and (
-    f"Stopped at {_at(run)} (stop.{name}): in {run.limits[name]} steps in a "
+    f"Stopped at {_when(run)} (stop.{name}): in {run.limits[name]} steps in a "
     f"row {STOP_CONDITIONS[name].meaning}{_accuracies(run)}"
   )
 
 
 def _fell(run: Facts) -> str | None:
-  """Compares the last accuracy with the first and with the best."""
+  """Returns a sentence if accuracy fell from the first or best evaluation."""
   if len(run.evaluations) < 2:
     return None
   first, *_, last = run.evaluations
   top = max(run.evaluations, key=lambda row: row["accuracy"])
-  # A paired comparison with the start suffices; else the intervals of the best
-  # and the last evaluation must not overlap.
+  # Accuracy fell if a paired comparison with the start says so, or if the
+  # intervals of the best and the last evaluation do not overlap.
   if run.gain and run.gain["high"] < 0:
     top = first
   elif top["accuracy_low"] <= last["accuracy_high"]:
@@ -139,25 +139,25 @@ def _no_improvement(run: Facts) -> str | None:
   if not (run.finished and limit and _ended_early(run)):
     return None
   return (
-    f"Ended early at {_at(run)}: accuracy did not rise in the last {limit} "
+    f"Ended early at {_when(run)}: accuracy did not rise in the last {limit} "
     f"evaluations (stop.no_improvement){_accuracies(run)}"
   )
 
 
 def _still_improving(run: Facts) -> str | None:
-  """Compares mean rewards in the last two quarters of the steps."""
+  """Returns a sentence if rewards rose in the last quarter of the steps."""
   rewards = np.array([row.get("reward_mean", np.nan) for row in run.steps])
   quarter = len(rewards) // 4
-  # A solved task has full rewards and no gradient.
-  if quarter < _QUARTER or all(map(_untaught, run.steps[-quarter:])):
+  # On a solved task all rewards are equal, so no step has a gradient.
+  if quarter < _QUARTER or all(map(_no_signal_reason, run.steps[-quarter:])):
     return None
   rises = rewards[-quarter:] - rewards[-2 * quarter : -quarter]
   mean, low, _ = mean_interval(rises)
-  if not low > 0:  # or not a number
+  if not low > 0:  # also for NaN
     return None
   more = "; more steps may help (--config.steps)" if run.finished else ""
   return (
-    f"Still improving at {_at(run)}: mean reward {mean:+.3g} in the last "
+    f"Still improving at {_when(run)}: mean reward {mean:+.3g} in the last "
     f"quarter of the steps{_accuracies(run)}{more}"
   )
 
@@ -173,7 +173,7 @@ def _ended(run: Facts) -> str:
     prompts = f", on {run.gain['prompts']} prompts"
     return f"Finished: no clear change in accuracy{_accuracies(run)}{prompts}"
   end = "Finished" if run.finished else "Not finished"
-  return f"{end}: {_at(run)}{_accuracies(run)}"
+  return f"{end}: {_when(run)}{_accuracies(run)}"
 
 
 VERDICTS = (
@@ -199,7 +199,7 @@ def verdict(run: Facts) -> dict[str, str]:
 
 
 def troubled_metrics(run: Facts) -> list[str]:
-  """Returns metrics that show trouble, the most frequent trouble first."""
+  """Returns the metrics that show problems, the most frequent first."""
   names = {"few_effective_samples": "rollout_effective_samples"}
   counts = _progress(run).steps_with
   often = [n for n in counts if counts[n] >= max(1, _OFTEN * len(run.steps))]

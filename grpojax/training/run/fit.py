@@ -1,11 +1,11 @@
 """A training run: steps, evaluations and checkpoints.
 
-`check_signals` handles SIGTERM between the parts of a step, while the device
-samples or diagnoses, between batches of an evaluation, once a second while
-rewards are computed, and for each prompt read before the start. SIGTERM has to
-wait for compilation, loading of weights, the update (with sampling.ahead also
-the next rewards; with reward.on_device the whole step), and with
-reward.workers = 0 for the reward of a completion (at most reward.timeout).
+SIGTERM is handled (`check_signals`) between the parts of a step, while the
+device samples or diagnoses, between batches of an evaluation, once a second
+while rewards are computed, and after each prompt read before the start. It has
+to wait for compilation, loading of weights, and the update (with sampling.ahead
+also the next rewards, with reward.on_device the whole step). With
+reward.workers = 0 it waits for a completion's reward, at most reward.timeout.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ class Preempted(Exception):
 
 
 class Stopped(Exception):
-  """The run cannot or should not go on, for the reason in the message."""
+  """The run cannot or should not go on; the message gives the reason."""
 
 
 class _PromptStream:
-  """Prompts of the steps, in the order of the data or by difficulty."""
+  """Prompts of each step, in the order of the data or by difficulty."""
 
   def __init__(self, run: Run):
     self._run = run
@@ -57,11 +57,11 @@ class _PromptStream:
     self._batches = iter(())
 
   def open(self, state: TrainState, group_size: int) -> None:
-    """Moves to the state's position in the stream; reopens for a new size."""
+    """Opens the stream at the state's position, unless it is open there."""
     settings = self._run.settings
     policy = self._run.policy
     args = settings, policy, self._run.train.examples, group_size
-    if state.difficulty is not None:  # lazily, so that `take` reports errors
+    if state.difficulty is not None:  # `map` is lazy: errors come in `take`
       self._batches = map(functools.partial(difficulty.draw, *args), [state])
     elif self._group_size != group_size:
       self._group_size = group_size
@@ -70,7 +70,7 @@ class _PromptStream:
       self._batches = prompts_lib.training_batches(*args, start, parts)
 
   def take(self, step: int, count: int = 1):
-    """Returns the next `count` parts; `Stopped` for missing or changed data."""
+    """Returns the next `count` parts; Stopped if data are missing or new."""
     run = self._run
     try:
       prompts, examples = prompts_lib.take(self._batches, count, run.mesh)
@@ -89,7 +89,7 @@ def remaining_steps(
   check_signals: CheckSignals,
   around: profiling.Around = lambda step: contextlib.nullcontext(),
 ) -> Iterator[tuple[TrainState, Progress]]:
-  """Runs, logs and yields each remaining step, in context `around(step)`."""
+  """Runs and logs each remaining step in `around(step)`; yields its result."""
   settings = run.settings
   eta = reporting.Eta()
   stream = _PromptStream(run)
@@ -125,7 +125,7 @@ def remaining_steps(
     upcoming = stream.take(number + 1, parts) if ahead else None
     diagnosed = every > 0 and (number - 1) % every == 0
     if settings.sampling.ahead and not ahead:
-      diagnosed = False  # the last step has no next samples to diagnose
+      diagnosed = False  # the last step samples nothing to diagnose
     step = make_step(group_size)
     take = functools.partial(stream.take, number)
     with around(number):
@@ -136,7 +136,7 @@ def remaining_steps(
     if diagnosed:
       state = update_group_size(state, metrics)
     now = time.perf_counter()
-    # JAX measures compilation with a clock that may jump.
+    # JAX measures compilation with a clock that may be set back or forward.
     seconds_compile = min(max(sum(compiled[programs:]), 0.0), now - start)
     eta = eta.after_step(now - start - seconds_compile)
     # Complete the step's row of metrics, and log it.
@@ -217,7 +217,7 @@ def fit(
     return True
 
   def steps():
-    if evaluate():  # the run may have ended during this evaluation
+    if evaluate():  # a resumed run may have to end before its next step
       yield from remaining_steps(run, state, tx, progress, check_all, around)
 
   try:
@@ -238,7 +238,7 @@ def fit(
       why = progress_lib.stop_reason(progress, limits)
       if why and step < settings.steps:
         raise Stopped(why)
-    if settings.steps == 0:  # an evaluated baseline
+    if settings.steps == 0:  # only the baseline is evaluated
       save()
   except (Preempted, Stopped) as reason:
     if int(state.step):
@@ -252,7 +252,7 @@ def fit(
 
 
 def _saved(run: Run, step: int) -> str:
-  """Names the saved step and, after the last step, the missing files."""
+  """Returns a line with the saved step and, if the last, the missing files."""
   names = run_directory.MODEL, run_directory.REPORT, run_directory.SUMMARY
   missing = [name for name in names if not run.file(name).exists()]
   text = f"saved step {step}"
@@ -266,10 +266,9 @@ def run(
   directory: pathlib.Path,
   sync: Callable[..., None] = lambda lazily=False: None,
 ) -> dict[str, Any] | None:
-  """Starts or resumes a training run and returns its summary.
+  """Starts or resumes a training run; returns its summary, or None if finished.
 
-  Returns None for a run that was already finished. `sync` uploads changes of
-  the directory (`run_storage.opened`).
+  `sync` uploads changes of the directory (`run_storage.opened`).
 
   Raises:
     SystemExit: With a message, if the run cannot start or go on; with code 75
@@ -290,7 +289,7 @@ def run(
     stack.enter_context(compilation.announced(announce))
 
     def check_signals(together=False):
-      if interrupted:  # and the exception was swallowed
+      if interrupted:  # by Ctrl-C, but other code caught the exception
         raise KeyboardInterrupt
       if requested(together):
         raise Preempted

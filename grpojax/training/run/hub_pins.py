@@ -1,7 +1,7 @@
-"""Commits of the Hugging Face Hub repositories of a run.
+"""Commits of a run's repositories on the Hugging Face Hub.
 
-At its start a run records `commits`, lines KIND:ORG/NAME@REVISION=COMMIT. It is
-resumed, evaluated and exported with these commits even if a branch moves.
+At its start a run records `commits`, lines KIND:ORG/NAME@REVISION=COMMIT. They
+are used to resume, evaluate and export it, even if a branch moves.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from grpojax.training.settings.run import TrainSettings
 
 
 def _commits(lines: Any) -> dict[str, str]:
-  """Parses commits by "KIND:ORG/NAME@REVISION"; ignores damaged lines."""
+  """Returns commits by "KIND:ORG/NAME@REVISION"; ignores damaged lines."""
   if not isinstance(lines, (list, tuple)):
     return {}
   pairs = [line.split("=") for line in lines if isinstance(line, str)]
@@ -26,7 +26,7 @@ def _commits(lines: Any) -> dict[str, str]:
 
 
 def _repositories(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
-  """Returns (kind, name) of all names and similar paths, by "KIND:NAME"."""
+  """Returns (kind, name) of texts that look like Hub names, by "KIND:NAME"."""
   texts = [("model", _model(settings)), ("model", settings.model.teacher)]
   texts.append(("model", settings.reward.model))
   for source in mixtures.sources(settings).values() or [settings.data]:
@@ -46,21 +46,21 @@ def _model(settings: TrainSettings) -> str:
 
 
 def pinned(settings: TrainSettings, text: str, kind: str = "model") -> str:
-  """Returns a name with its recorded commit; other texts stay unchanged."""
+  """Returns a Hub name with its recorded commit; other texts stay the same."""
   name = hub.parse(text)
   commit = _commits(settings.commits).get(f"{kind}:{name}")
   return f"{name.id}@{commit}" if name and commit else text
 
 
 def model(settings: TrainSettings) -> str:
-  """Returns the pinned name or the path of the model, for `find_model`."""
+  """Returns the model's path or pinned Hub name, for `find_model`."""
   return pinned(settings, _model(settings))
 
 
 def data_options(
   settings: TrainSettings, name: str, path: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns the options of a data set, with the commit if it is on the Hub."""
+  """Returns a data set's options, with its commit if it is on the Hub."""
   if name != HUB:
     return dict(options)
   text = _with_revision(path, options.get("revision"))
@@ -69,8 +69,8 @@ def data_options(
   return dict(options) | ({"revision": repository.revision} if known else {})
 
 
-def _with(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
-  """Adds commits to the settings, whose own commits take precedence."""
+def _add(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
+  """Adds commits that the settings lack; existing ones stay the same."""
   commits = {**commits, **_commits(settings.commits)}
   lines = sorted(f"{key}={commit}" for key, commit in commits.items())
   return dataclasses.replace(settings, commits=tuple(lines))
@@ -79,18 +79,18 @@ def _with(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
 def with_commits(
   settings: TrainSettings, commits: Sequence[str]
 ) -> TrainSettings:
-  """Adds the commits recorded by a run, for repositories still in use."""
+  """Adds a run's recorded commits of repositories that are still in use."""
   if not commits:
     return settings
   repositories = _repositories(settings)
   in_use = {k: c for k, c in _commits(commits).items() if k in repositories}
-  return _with(settings, in_use)
+  return _add(settings, in_use)
 
 
 def pin(settings: TrainSettings) -> TrainSettings:
   """Adds the current commits of all repositories on the Hub.
 
-  ValueError if the Hub does not answer or model.revision has a local path.
+  ValueError if the Hub does not answer, or for model.revision of a local path.
   """
   before = _commits(settings.commits)
   commits = {}
@@ -104,18 +104,18 @@ def pin(settings: TrainSettings) -> TrainSettings:
   if revision and hf.exists(path):
     remedy = f"is for models on the Hub, but {path} is a directory: use ''"
     raise ValueError(config_error("model.revision", revision, remedy))
-  return _with(settings, commits) if commits else settings
+  return _add(settings, commits) if commits else settings
 
 
 def conflicts(settings: TrainSettings) -> Iterator[tuple[str, str]]:
-  """Yields invalid settings of the Hub with their remedies."""
+  """Yields the invalid settings about the Hub, each with its remedy."""
   path = settings.model.path
   revision = settings.model.revision
   remedy = ""
   if revision and "@" in path:
     remedy = f"model.path = {path!r} has a revision too: remove one of them"
   elif revision and run_storage.is_url(path):
-    remedy = f"is for models on the Hub, but model.path = {path!r} is a URL"
+    remedy = f"is for models on the Hub, but model.path is {path!r}: use ''"
   elif revision and hub.parse(f"{path}@{revision}") is None:
     remedy = (
       "use a branch, tag or commit, with model.path = ORG/NAME on the Hub"
@@ -127,5 +127,5 @@ def conflicts(settings: TrainSettings) -> Iterator[tuple[str, str]]:
     kind, _, name = key.partition(":")
     good = kind in hub.KINDS and hub.parse(name) and "@" in name
     if not (good and hub.is_commit(commit)):
-      remedy = "lines KIND:ORG/NAME@REVISION=COMMIT; runs fill it in: use ()"
+      remedy = "lines KIND:ORG/NAME@REVISION=COMMIT. A run fills it in: use ()"
       yield "commits", remedy

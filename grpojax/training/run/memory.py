@@ -1,8 +1,8 @@
 """Lower bound of a program's memory, before it is compiled.
 
-It counts parameters, optimizer, gradients, the input of each layer and the
-decode cache, split over all devices if possible. Programs that fit are never
-refused; some that do not fit may pass (see `python -m grpojax.compile`).
+The bound counts parameters, optimizer, gradients, the input of each layer and
+the decode cache, split over all devices if possible. Programs that fit always
+pass; some that do not fit may pass, too (see `python -m grpojax.compile`).
 """
 
 import os
@@ -23,15 +23,15 @@ from grpojax.training.step.reference import follows_policy
 
 
 class Part(NamedTuple):
-  """Arrays of one kind."""
+  """Memory of the arrays of one kind."""
 
-  text: str  # description
+  text: str  # description in errors
   bytes: int  # per device
   settings: tuple[str, ...]  # settings or flags that determine the size
 
 
 Phases = dict[str, list[Part]]
-"""Parts that exist at the same time, by phase of a program."""
+"""Parts that are in memory at the same time, per phase of a program."""
 
 
 def _parameters(model: TransformerConfig, dtype: Any) -> PyTree:
@@ -50,10 +50,7 @@ def _cache(
   names: tuple[str, ...],
   in_8_bits: bool = False,
 ) -> Part:
-  """Returns the keys and values of prompts and of `group_size` completions.
-
-  `names` are the settings that determine the prompts and the group size.
-  """
+  """Returns the key-value cache; `names` are settings of prompts and groups."""
   itemsize = jnp.dtype(settings.model.dtype).itemsize
   # Numbers per token: a key and a value in each layer.
   token = 2 * model.layers * model.kv_heads * model.head_dim
@@ -70,7 +67,7 @@ def training(
   mesh: jax.sharding.Mesh,
   teacher: TransformerConfig | None = None,
 ) -> Phases:
-  """Counts the parts of a step and of an evaluation, per device."""
+  """Returns the memory of sampling, an update and an evaluation, per device."""
 
   def size(tree):
     return sharding.shard_bytes(sharding.placed(tree, mesh))
@@ -79,24 +76,24 @@ def training(
     return [part._replace(bytes=part.bytes // mesh.size) for part in parts]
 
   trained = _parameters(model, jnp.float32)
-  others = 0
+  other_bytes = 0
   rank = settings.lora.rank
-  frozen = jnp.dtype(settings.model.dtype)
+  frozen_dtype = jnp.dtype(settings.model.dtype)
   # With LoRA the model is frozen, and only the adapters have gradients.
   if rank:
-    others = size(_parameters(model, frozen))
+    other_bytes = size(_parameters(model, frozen_dtype))
     trained = lora.abstract(trained, rank, settings.lora.targets)
-  # A fixed reference of adapters is the base model, which is counted already.
+  # The fixed reference of LoRA is the base model, which is counted already.
   fixed = settings.loss.needs_reference and not rank
   if settings.model.reference == "device" and teacher:
-    others += size(_parameters(teacher, frozen))
+    other_bytes += size(_parameters(teacher, frozen_dtype))
   elif settings.model.reference == "device":
-    others += size(trained) * (fixed or follows_policy(settings))
+    other_bytes += size(trained) * (fixed or follows_policy(settings))
   optimized = jax.eval_shape(optimizer(settings).init, trained)
   state = size({"params": trained, "opt_state": optimized})
   names = ("mesh.fsdp", "lora.rank")
   optim = (*names, "optim.name", "optim.moments_dtype")
-  held = Part("parameters and optimizer", state + others, optim)
+  resident = Part("parameters and optimizer", state + other_bytes, optim)
   samples = samples_per_step(settings)
   group_size = group_sizes(settings)[0]
   step = ("batch_size", "group_size")
@@ -105,48 +102,48 @@ def training(
   prompts = samples // group_size // at_once
   in_8_bits = settings.sampling.distribution.cache_dtype == "int8"
   cache = _cache(settings, model, prompts, group_size, step, in_8_bits)
-  tests = settings.eval.batch_size
-  test = _cache(settings, model, tests, 1, ("eval.batch_size",))
+  eval_prompts = settings.eval.batch_size
+  eval_cache = _cache(settings, model, eval_prompts, 1, ("eval.batch_size",))
   update = settings.optim.update
   length = settings.sampling.max_new_tokens
   # Completion tokens of a micro-batch.
   tokens = samples // (update.minibatches * update.micro_batches) * length
-  # The input of each layer; other activations can be recomputed.
-  states = model.layers * tokens * model.width * frozen.itemsize
+  # Count the input of each layer; other activations can be recomputed.
+  states = model.layers * tokens * model.width * frozen_dtype.itemsize
   state_names = (*step, "optim.micro_batches", "sampling.max_new_tokens")
   updating = [Part("activations", states, state_names)]
-  if settings.loss.has_exact_kl:  # needs the states of all tokens of a step
-    states = samples * length * (teacher or model).width * frozen.itemsize
+  if settings.loss.has_exact_kl:  # needs the hidden states of all tokens
+    states = samples * length * (teacher or model).width * frozen_dtype.itemsize
     state_names = ("loss.kl", *step, "sampling.max_new_tokens")
     updating.append(Part("states of the reference", states, state_names))
   gradients = Part("gradients", size(trained), names)
   return {
-    "sampling a step's completions": [held, *shared(cache)],
-    "an update": [held, gradients, *shared(*updating)],
-    "an evaluation": [held, *shared(test)],
+    "sampling a step's completions": [resident, *shared(cache)],
+    "an update": [resident, gradients, *shared(*updating)],
+    "an evaluation": [resident, *shared(eval_cache)],
   }
 
 
 def evaluation(
   settings: TrainSettings, model: TransformerConfig, samples: int
 ) -> Phases:
-  """Counts the parts of a separate evaluation on one device."""
+  """Returns the memory of grpojax.evaluate, on one device."""
   params = _parameters(model, jnp.dtype(settings.model.dtype))
-  held = Part("parameters", sharding.shard_bytes(params), ("--model",))
+  resident = Part("parameters", sharding.shard_bytes(params), ("--model",))
   names = ("eval.batch_size", "--samples")
   prompts = settings.eval.batch_size
   cache = _cache(settings, model, prompts, samples, names)
-  return {"an evaluation": [held, cache]}
+  return {"an evaluation": [resident, cache]}
 
 
 def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:
-  """Counts the parts of supervised fine-tuning in float32 on one device."""
+  """Returns the memory of a step of grpojax.sft in float32, on one device."""
   names = ("model.width", "model.layers", "model.mlp")
   size = sharding.shard_bytes(_parameters(model, jnp.float32))
-  held = Part("parameters, gradients and momentum", 3 * size, names)
+  resident = Part("parameters, gradients and momentum", 3 * size, names)
   size = 4 * model.layers * rows * row_length * model.width
   activations = Part("activations", size, ("rows", "row_length", *names[:2]))
-  return {"a step": [held, activations]}
+  return {"a step": [resident, activations]}
 
 
 def gigabytes(size: int) -> str:
@@ -155,10 +152,7 @@ def gigabytes(size: int) -> str:
 
 
 def refuse(phases: Phases, limit: int | None = None) -> None:
-  """Raises ValueError with the largest phase if it exceeds `limit` bytes.
-
-  The default limit is a device's memory.
-  """
+  """Raises ValueError if a phase exceeds `limit` bytes (None: a device's)."""
   if limit is None:
     limit = device_bytes(jax.local_devices()[0])
 
@@ -188,21 +182,21 @@ def refuse(phases: Phases, limit: int | None = None) -> None:
 def host_bytes(root: str | os.PathLike = "/") -> int:
   """Returns the memory of this machine or container in bytes, with swap space.
 
-  A smaller limit of a control group replaces the physical memory. `root` is the
-  directory of `proc` and `sys`.
+  If a control group has a smaller limit, it replaces the physical memory.
+  `root` is the directory of `proc` and `sys`.
   """
 
   def read(name: str) -> str:
     try:
       return pathlib.Path(root, name).read_text()
-    except OSError:  # another kernel
+    except OSError:  # not on every kernel
       return ""
 
   memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   # Versions 2 and 1 of control groups.
   for name in ("memory.max", "memory/memory.limit_in_bytes"):
     limit = read(f"sys/fs/cgroup/{name}").strip()
-    if limit.isdecimal():  # or "max"
+    if limit.isdecimal():  # "max" is no limit
       memory = min(memory, int(limit))
   if swap := re.search(r"^SwapTotal:\s*(\d+)", read("proc/meminfo"), re.M):
     memory += int(swap[1]) * 1024

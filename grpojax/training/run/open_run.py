@@ -32,7 +32,7 @@ from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
 from grpojax.training.config import to_config
-from grpojax.training.data import splits as splits_lib
+from grpojax.training.data import splits
 from grpojax.training.optimizer import learning_rate
 from grpojax.training.report import reporting
 from grpojax.training.run import hub_pins, run_directory, run_storage, start
@@ -45,7 +45,7 @@ from grpojax.training.step import pending, reference
 
 
 def as_begun(settings: TrainSettings, directory: pathlib.Path) -> TrainSettings:
-  """Adds the date, prompt length and commits recorded at the start of a run."""
+  """Adds a run's recorded date, prompt length and commits to its settings."""
   saved = run_directory.saved(directory)
   if not saved:
     return settings
@@ -63,8 +63,8 @@ def settle(
 ) -> TrainSettings | None:
   """Adds the date of the chat template and the commits of models and data.
 
-  A resumed run keeps its own. Returns None for a finished run; ValueError for
-  an unusable directory, or if processes differ.
+  A resumed run keeps those of its start. Returns None for a finished run.
+  ValueError for an unusable directory, or if processes differ.
   """
   if distributed.several():
     distributed.check_same(
@@ -95,7 +95,7 @@ def settle(
 
 
 def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
-  """Returns checksums of this package, which may be edited on one host."""
+  """Returns checksums of this package's files, which may differ by host."""
   return "\n".join(
     f"{path.relative_to(root)}: crc32 {zlib.crc32(path.read_bytes()):08x}"
     for path in sorted(root.rglob("*.py"))
@@ -103,7 +103,7 @@ def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
 
 
 def _files(settings: TrainSettings) -> dict[str, str]:
-  """Returns texts or hashes of files that may differ between hosts, by path."""
+  """Returns texts or hashes, by path, of files that may differ by host."""
   model = settings.model
   paths = filter(None, (model.path, model.teacher, settings.reward.model))
   files = {f"the model in {path}": _model_files(path) for path in paths}
@@ -140,12 +140,12 @@ def open_all(
 ):
   """Checks a run and opens its resources on the stack.
 
-  Returns the run, the initial state, the optimizer, the progress and the
+  Returns the run, its newest state, the optimizer, the progress and the
   checkpointer; SystemExit with a message if the run cannot start.
   `check_signals` is called repeatedly and may raise; see `run_storage.opened`
   for `sync`.
   """
-  check_directory = lambda: None  # without the lock
+  check_directory = lambda: None  # until `hold` sets it
 
   def hold() -> None:
     nonlocal check_directory
@@ -158,8 +158,8 @@ def open_all(
       if resumed:
         run_directory.say_added(directory)
         run_directory.say_restart(directory)
-      splits = {"train": run.train, "test": run.held_out}
-      splits_lib.save_lengths(directory / run_directory.LENGTHS, splits)
+      by_name = {"train": run.train, "test": run.held_out}
+      splits.save_lengths(directory / run_directory.LENGTHS, by_name)
       sync()
     except (OSError, disk.WriteFailed) as error:
       reason = getattr(error, "strerror", None) or error
@@ -184,7 +184,7 @@ def open_all(
       for name, (count, checksum) in _fingerprints(run).items()
     }
     distributed.check_same(**examples)
-    if first:  # after all checks, since the lock creates the directory
+    if first:  # only after all checks, since the lock creates the directory
       distributed.on_main(hold)
     resumed = distributed.on_main(open_directory)
     with distributed.agreed():
@@ -225,7 +225,7 @@ def _say_changed(settings: TrainSettings, lines: list[str], done: int) -> None:
 
 
 SEEN_WITHIN = 60
-"""Seconds until a network file system has to show a new file."""
+"""Seconds in which a network file system must show a new file."""
 
 
 def _check_shared(directory: pathlib.Path) -> None:
@@ -253,9 +253,9 @@ def resume(
 ) -> tuple[TrainState, Progress]:
   """Loads the newest state and its progress.
 
-  Evaluates the starting weights, in `state`, unless this was done before on the
-  same number of prompts. ValueError if data, files or frozen weights changed,
-  and for a damaged or foreign checkpoint.
+  Evaluates the starting weights (in `state`), unless they were evaluated before
+  on the same number of prompts. ValueError if data, files or frozen weights
+  changed, and for a damaged or foreign checkpoint.
   """
   step = checkpoint.latest_step(checkpointer)
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
@@ -270,7 +270,7 @@ def resume(
   if state.difficulty is not None and not same_prompts:
     raise ValueError(
       "the training prompts changed, so this run's success rates "
-      "(difficulty.priority) are of other prompts: restore the data, or export "
+      "(difficulty.priority) no longer fit: restore the data, or export "
       "this run's model (python -m grpojax.export) and start a new run from it"
     )
   for line in changed:
@@ -286,7 +286,7 @@ def resume(
   baseline = progress.baseline
   if baseline is None or baseline["prompts"] != len(run.held_out.examples):
     evaluated = distributed.on_main(lambda: reporting.evaluations(run, 0))
-    baseline = next(iter(evaluated), None)  # of the starting weights
+    baseline = next(iter(evaluated), None)
   if baseline is None:
     baseline = reporting.evaluate_held_out(run, state.params, 0, check_signals)
   baseline = {k: v for k, v in baseline.items() if k != "step"}
@@ -299,7 +299,7 @@ def resume(
     frozen=frozen,
   )
   if step is not None:
-    # Checkpoints have the reference in device memory.
+    # Checkpoints are saved and restored with the reference in device memory.
     state = state.replace(reference=reference.to_device(state.reference))
     state = checkpoint.restore(checkpointer, state, step)
     state = reference.state_to_memory(state, run.settings)
@@ -313,7 +313,7 @@ def resume(
 
 
 def _fingerprints(run: Run) -> dict[str, Any]:
-  """Returns the number of examples and their hash, by split."""
+  """Returns the number of examples and their hash per split."""
   return {
     name: [len(split.examples) + split.dropped, split.fingerprint]
     for name, split in zip(SPLITS, (run.train, run.held_out), strict=True)
@@ -329,7 +329,7 @@ def _frozen(run: Run) -> str:
 
 
 def _jax_facts(before: dict[str, str]) -> dict[str, str]:
-  """Returns JAX's version and numerical settings; prints changes."""
+  """Returns JAX's version and numerical settings; prints their changes."""
   names = ("jax_enable_x64", "jax_default_matmul_precision")
   now = {name.upper(): str(getattr(jax.config, name)) for name in names}
   now["JAX's version"] = jax.__version__
@@ -374,7 +374,7 @@ def _changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
   lines = []
   for split, (count, checksum) in now.items():
     old, old_checksum = before.get(split, (count, checksum))
-    # Another number of held-out prompts (eval.num_prompts) is not comparable.
+    # With a new eval.num_prompts the held-out hashes cannot be compared.
     if checksum == old_checksum or (split == "test" and old != count):
       continue
     differ = ", of which some differ" if old == count else ""

@@ -1,4 +1,4 @@
-"""Progress of a run, which every checkpoint contains, and stop conditions."""
+"""A run's progress, which is saved in every checkpoint, and stop conditions."""
 
 import dataclasses
 import math
@@ -16,16 +16,16 @@ Row = Mapping[str, Any]
 class Trouble(NamedTuple):
   """A reason why the policy learns little or nothing in a step."""
 
-  whole: float  # smallest value that counts towards `stop.NAME`
-  words: str  # format of the progress line, for the value
-  meaning: str  # reason of a stopped run
-  value: Callable[[Row], float] | None = None  # of a row; None: its metric
-  least: float | None = None  # smallest value to print; None: `whole`
+  stop_from: float  # smallest value that counts towards `stop.NAME`
+  words: str  # text for the progress line, which formats the value
+  meaning: str  # text for a stopped run
+  value: Callable[[Row], float] | None = None  # of a row; None: metric NAME
+  show_from: float | None = None  # smallest value to print; None: `stop_from`
 
   @property
   def shown(self) -> float:
-    """Returns the smallest value to print in the progress line."""
-    return self.whole if self.least is None else self.least
+    """Smallest value to print in the progress line."""
+    return self.stop_from if self.show_from is None else self.show_from
 
 
 _POSITIVE = 1e-9
@@ -40,7 +40,7 @@ STOP_CONDITIONS = {
     1.0,
     "{:.0%} without reward",
     "no completion had a reward (see failures.jsonl)",
-    least=_POSITIVE,
+    show_from=_POSITIVE,
   ),
   "zero_variance_groups": Trouble(
     1.0,
@@ -55,13 +55,13 @@ STOP_CONDITIONS = {
   "few_effective_samples": Trouble(
     0.9,
     "{:.0%} of the samples without weight",
-    "the samples were so far from the policy that their weights left "
-    "less than a tenth of them (rollout_effective_samples)",
+    "importance weights left at most 10% of the samples effective "
+    "(rollout_effective_samples)",
     value=lambda row: 1.0 - float(row.get("rollout_effective_samples", 1)),
   ),
 }
-"""Stop conditions by metric, or any name if `value` is set. A run ends after
-`stop.NAME` such steps in a row, or never if it is 0."""
+"""Stop conditions by NAME, a metric unless `value` is set. A run ends after
+`stop.NAME` such steps in a row, or never if this setting is 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Progress:
 
   baseline: dict[str, float] | None = None  # evaluation of starting weights
   train_seconds: float = 0.0  # of steps, evaluations and saves, in all starts
-  # Number of steps by stop condition: in total, and the latest in a row
+  # Number of steps per stop condition: in total, and the latest in a row
   steps_with: dict[str, int] = dataclasses.field(default_factory=dict)
   in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
   failed_rewards: int = 0
-  # Number and fingerprint of the examples, by split
+  # Number and fingerprint of the examples of each split
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
   # Hashes of the files of prompts and rewards, by path
   files: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -93,7 +93,7 @@ def from_notes(notes: Mapping[str, Any] | None) -> Progress:
 
 
 def _values(row: Row) -> dict[str, float]:
-  """Returns the value of each stop condition."""
+  """Returns the value of each stop condition in a row of metrics."""
   return {
     name: trouble.value(row) if trouble.value else float(row[name])
     for name, trouble in STOP_CONDITIONS.items()
@@ -106,8 +106,8 @@ def after(progress: Progress, row: Row) -> Progress:
   for name, value in _values(row).items():
     trouble = STOP_CONDITIONS[name]
     steps_with[name] = steps_with.get(name, 0) + int(value >= trouble.shown)
-    whole = value >= trouble.whole
-    in_a_row[name] = in_a_row.get(name, 0) + 1 if whole else 0
+    counts = value >= trouble.stop_from
+    in_a_row[name] = in_a_row.get(name, 0) + 1 if counts else 0
   diagnosis = [float(row.get(name, math.nan)) for name in ("c1", "c3")]
   new = [diagnosis] if np.isfinite(diagnosis).all() else []
   return dataclasses.replace(
@@ -121,9 +121,9 @@ def after(progress: Progress, row: Row) -> Progress:
 
 
 def with_pooled_group_size(progress: Progress, row: Row) -> dict[str, Any]:
-  """Returns a diagnosed step's row with G* pooled over the run's diagnoses.
+  """Replaces G* in a diagnosed step's row by G* pooled over all diagnoses.
 
-  G* is removed if its interval is uninformative, 1 to inf.
+  Removes G* if its interval is uninformative, 1 to inf.
   """
   names = [f"optimal_group_size{end}" for end in ("", "_low", "_high")]
   *_, low, high = (float(row[name]) for name in names)
@@ -138,7 +138,7 @@ def with_pooled_group_size(progress: Progress, row: Row) -> dict[str, Any]:
 
 
 def troubles(row: Row) -> list[str]:
-  """Describes the stop conditions with notable values in a step."""
+  """Returns a text per stop condition whose value is printed for this step."""
   return [
     STOP_CONDITIONS[name].words.format(value)
     for name, value in _values(row).items()
@@ -149,7 +149,7 @@ def troubles(row: Row) -> list[str]:
 def stop_condition(progress: Progress, limits: Mapping[str, int]) -> str | None:
   """Returns the first of `STOP_CONDITIONS` at its limit, or None.
 
-  `limits` are steps in a row by name; 0 is no limit.
+  `limits` maps names to numbers of steps in a row; 0 is no limit.
   """
   for name in STOP_CONDITIONS:
     if 0 < limits.get(name, 0) <= progress.in_a_row.get(name, 0):

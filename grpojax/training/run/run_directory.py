@@ -1,4 +1,4 @@
-"""Run directories: their files, and conditions to resume a run."""
+"""Run directories: their files, and the conditions for resuming a run."""
 
 import contextlib
 import dataclasses
@@ -32,13 +32,13 @@ EVALUATIONS = "evaluations.jsonl"
 FAILURES = "failures.jsonl"
 TRACKED = "trackers.json"
 MODEL = "model"
-OF_MODEL = "step.json"  # in the model's directory: its step
+MODEL_STEP = "step.json"  # in MODEL: the step of its weights
 CURVE = "learning_curve.png"
 REPORT = "report.html"
 SUMMARY = "summary.json"  # written last, marks a finished run
 
 RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
-"""Files with rows by step; a resumed run removes the rows of lost steps."""
+"""Files with rows per step; a resumed run removes the rows of lost steps."""
 
 CHANGEABLE = (
   r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
@@ -53,7 +53,7 @@ DATE = "date_string"  # in data.template_options
 _REPLACED = (CONFIG, LENGTHS, TRACKED, CURVE, REPORT, SUMMARY, *RECORDS)
 """Files written under a temporary name first."""
 
-# Files left by a run that was killed during its start.
+# Files that a run leaves if it is killed during its start.
 _TRACES = re.compile(
   rf"\.({re.escape(CONFIG)}|{re.escape(LENGTHS)})\.\w+\.tmp"
   rf"|{re.escape(LOCK)}|{re.escape(run_storage.ORIGIN)}"
@@ -72,7 +72,7 @@ class SavedConfig(NamedTuple):
 
 
 def saved(path: Path) -> SavedConfig | None:
-  """Reads the config of a run directory; None without a valid file."""
+  """Reads the config of a run directory; None if there is no valid one."""
   try:
     config = configs.from_json((pathlib.Path(path) / CONFIG).read_text())
     if "path" not in (config.get("model") or {}):
@@ -86,11 +86,11 @@ def say_added(path: Path) -> None:
   """Prints the settings added since a run started, with their defaults."""
   run = saved(path)
   if run and run.added:
-    print(f"{path} is older than these settings: {', '.join(run.added)}")
+    print(f"{path} lacks settings, which get defaults: {', '.join(run.added)}")
 
 
 def read_config(path: Path) -> ConfigDict:
-  """Returns the config of a run directory; ValueError without a valid one."""
+  """Returns a run directory's config; ValueError if there is no valid one."""
   run = saved(path)
   if run is None:
     raise ValueError(
@@ -111,13 +111,13 @@ def write_config(path: Path, settings: TrainSettings) -> None:
 
 
 def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
-  """Returns allowed and other changes, as lines "key: its value -> yours"."""
+  """Returns allowed and other changes, as lines "key: old -> new"."""
   run = saved(path)
   if not run:
     return [], []
   lines = configs.difference(run.config, to_config(settings))
   if settings_lib.key_errors(SETTINGS, run.config):
-    return [], lines  # an invalid file
+    return [], lines  # the file is invalid
   allowed = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]
   return allowed, [x for x in lines if x not in allowed]
 
@@ -125,7 +125,7 @@ def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
 def with_found(
   settings: TrainSettings, date: str | None = None, prompt_length: int = 0
 ) -> TrainSettings:
-  """Adds a run's date and longest prompt, unless the settings have them."""
+  """Adds a date and a maximum prompt length, unless the settings have them."""
   data = settings.data
   if date is not None and DATE not in data.template_options:
     options = data.template_options | {DATE: date}
@@ -144,13 +144,13 @@ def is_run(path: Path) -> bool:
 
 
 def model_directory(path: Path) -> pathlib.Path:
-  """Returns the directory of a finished run's model, else the path itself."""
+  """Returns the model's directory in a finished run, else the path itself."""
   model = pathlib.Path(path) / MODEL
   return model if (model / "config.json").is_file() else pathlib.Path(path)
 
 
 def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
-  """Returns True if a run is finished, with the steps of `settings`, if any."""
+  """Returns True if a run is finished, with nothing left for `settings`."""
   try:
     done = json.loads((pathlib.Path(path) / SUMMARY).read_bytes())["steps"]
   except (KeyError, OSError, RecursionError, TypeError, ValueError):
@@ -191,9 +191,9 @@ def say_restart(path: Path) -> None:
 def check(path: Path, settings: TrainSettings) -> bool:
   """Checks if a directory can hold a run with these settings; only reads.
 
-  Returns True for a run to resume, whose config may differ in `CHANGEABLE`
-  settings, or in any before its first step. ValueError for other changes, a
-  lower number of steps, lost checkpoints, and other files.
+  Returns True for a run to resume. Its config may differ in `CHANGEABLE`
+  settings, and before its first step in any. ValueError for other changes, a
+  lower number of steps, lost checkpoints, or files that belong to no run.
   """
   path = pathlib.Path(path)
   checkpoints = run_storage.checkpoints(path)
@@ -210,7 +210,7 @@ def check(path: Path, settings: TrainSettings) -> bool:
     raise ValueError(
       f"{path} holds a run with another config (its value -> yours):\n  "
       + "\n  ".join(forbidden)
-      + "\ngive another --run_dir, or the run's own values to resume it"
+      + "\ngive another --run_dir, or the values of the run to resume it"
     )
   if settings.steps < max(complete, default=0):
     raise ValueError(
@@ -227,7 +227,7 @@ def check(path: Path, settings: TrainSettings) -> bool:
 
 
 def _check_unused(path: pathlib.Path) -> None:
-  """Raises ValueError unless a directory without a config is empty."""
+  """Raises ValueError unless a directory without a valid config is empty."""
   if (path / CONFIG).exists() and is_run(path):
     raise ValueError(
       f"{path / CONFIG} cannot be read, but {path} has checkpoints: restore "
@@ -257,7 +257,7 @@ def open_run(path: Path, settings: TrainSettings) -> bool:
 
 
 def own_files(path: Path) -> None:
-  """Replaces links to a run's files by copies; their targets stay unchanged."""
+  """Replaces links among a run's files by copies; targets stay unchanged."""
   for name in (*_REPLACED, CHANGES):
     file = pathlib.Path(path) / name
     if file.is_file() and file.is_symlink():
@@ -282,7 +282,7 @@ def remove_torn(path: Path) -> None:
 
 
 def record_changes(path: Path, settings: TrainSettings) -> list[str]:
-  """Writes changed settings, and returns them as lines.
+  """Records changed settings and returns them as lines.
 
   New `steps` or `stop.no_improvement` remove a run's summary and model.
   """
@@ -299,10 +299,10 @@ def record_changes(path: Path, settings: TrainSettings) -> list[str]:
 
 
 def remove_model(path: Path, only_rest: bool = False) -> None:
-  """Removes a run's model, after its summary.
+  """Removes a run's summary, then its model.
 
   The model is renamed first, so that it is never incomplete. `only_rest` only
-  removes what an interrupted removal left.
+  completes an interrupted removal.
   """
   path = pathlib.Path(path)
   renamed = path / f".{MODEL}.old"

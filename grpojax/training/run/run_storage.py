@@ -2,8 +2,8 @@
 
 Orbax writes checkpoints directly to gs://, from all processes. Buckets cannot
 append to files, so a run works on a local copy and uploads changed files, each
-whole or not at all. Files that mark others as valid are uploaded after them and
-removed before them (`_rank`).
+whole or not at all. Files that mark other files as valid are uploaded after
+these and removed before them (`_rank`).
 """
 
 import contextlib
@@ -32,12 +32,12 @@ Sync = Callable[..., None]  # `(lazily=False)`; see `opened`
 
 REFERENCE = "reference_params"  # the reference policy, saved once
 CHECKPOINTS = "checkpoints"  # STEP/ with a `TrainState`
-ORIGIN = ".origin"  # in a copy: the URL of its original
+ORIGIN = ".origin"  # in a copy of gs://, contains its URL
 PUSH = 60  # seconds between uploads of records
 
 _BY_ORBAX = (REFERENCE, CHECKPOINTS)  # only Orbax reads and writes these
-_BEGUN = "config.json"  # of a run or a model
-_LAST = ("config.json", "summary.json")
+_BEGUN = "config.json"  # marks a run or a model
+_LAST = ("config.json", "summary.json")  # uploaded last, also in folders
 _NOT_COPIED = re.compile(r"(^|/)\.|/$")
 # Weights in formats other than safetensors; some contain code (pickle).
 _NOT_READ = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
@@ -58,24 +58,24 @@ def is_url(path: str | os.PathLike) -> bool:
 
 
 def checkpoints(path: str | os.PathLike) -> epath.Path:
-  """Returns the path of a run's checkpoints, on gs:// for a copy."""
+  """Returns the path of a run's checkpoints; of a copy, on gs://."""
   return origin(path) / CHECKPOINTS
 
 
 def reference(path: str | os.PathLike) -> epath.Path:
-  """Returns the path of a run's reference policy, on gs:// for a copy."""
+  """Returns the path of a run's reference policy; of a copy, on gs://."""
   return origin(path) / REFERENCE
 
 
 def origin(local: str | os.PathLike) -> epath.Path:
-  """Returns the original of a copied directory, else the directory itself."""
+  """Returns the URL that a directory is a copy of, else the directory."""
   file = pathlib.Path(local) / ORIGIN
   return epath.Path(file.read_text() if file.is_file() else local)
 
 
 @contextlib.contextmanager
 def naming(local: pathlib.Path, url: str) -> Iterator[None]:
-  """Rewrites the path of a copy in error messages as the original's URL."""
+  """Replaces the path of a copy in error messages by its URL."""
   try:
     yield
   except (ValueError, SystemExit, disk.WriteFailed) as error:
@@ -89,7 +89,7 @@ def naming(local: pathlib.Path, url: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors(url: str, verb: str, kind: type[Exception]) -> Iterator[None]:
-  """Converts any error of gs:// to an error of this kind in one sentence."""
+  """Converts any error of gs:// to one sentence in an error of type `kind`."""
   try:
     yield
   except (kind, interrupts.Left):
@@ -107,12 +107,12 @@ def _file_system(url: str) -> tuple[Any, str]:
     raise ValueError(f"{url} needs pip install 'grpojax[gcs]'") from error
   root = root.rstrip("/")
   if "/" not in root.strip("/"):
-    raise ValueError(f"{url}: give gs://BUCKET/DIR")
+    raise ValueError(f"{url} has no directory: give gs://BUCKET/DIR")
   return fs, root
 
 
 def _rank(name: str) -> int:
-  """Returns a file's rank in the order of uploads; removal is in reverse."""
+  """Returns a file's place in the order of uploads; removal is in reverse."""
   if name == _BEGUN:
     return -1
   last = name.rpartition("/")[2]
@@ -120,7 +120,7 @@ def _rank(name: str) -> int:
 
 
 def _list_remote(fs: Any, root: str, url: str) -> list[str]:
-  """Lists files, except Orbax's; ValueError unless empty, a model or a run."""
+  """Lists files except Orbax's; ValueError for files without a config.json."""
   fs.invalidate_cache()
   try:
     names = [path[len(root) + 1 :] for path in fs.find(root)]
@@ -129,13 +129,13 @@ def _list_remote(fs: Any, root: str, url: str) -> list[str]:
   names = [name for name in names if name and not _NOT_COPIED.search(name)]
   if names and _BEGUN not in names:  # the directory may be terabytes
     raise ValueError(
-      f"{url} is neither empty nor a model or run: it has no {_BEGUN}"
+      f"{url} has files but no {_BEGUN}: give a run, a model or a new directory"
     )
   return [name for name in names if name.split("/")[0] not in _BY_ORBAX]
 
 
 def _list_local(local: pathlib.Path) -> dict[str, tuple[int, int]]:
-  """Returns size and mtime of the files of a copy, by name."""
+  """Returns the size and modification time of each file of a copy."""
   states = {}
   for folder, _, files in os.walk(local):
     for path in (pathlib.Path(folder, file) for file in files):
@@ -149,8 +149,8 @@ def _list_local(local: pathlib.Path) -> dict[str, tuple[int, int]]:
 def _download(fs, root: str, local: pathlib.Path, names: Iterable[str]) -> None:
   """Copies files from gs://, each whole or not at all.
 
-  Copies get the modification time of their originals. Files that have it
-  already are not copied again.
+  A copy gets the modification time of its original, and is made again only if
+  these times differ.
   """
   for name in names:
     target = local / name
@@ -169,7 +169,7 @@ def _download(fs, root: str, local: pathlib.Path, names: Iterable[str]) -> None:
 def _upload(
   fs: Any, root: str, local: pathlib.Path, before: dict[str, Any]
 ) -> dict[str, Any]:
-  """Uploads changes since `before`, and returns the new `_list_local`."""
+  """Uploads changes since `before`; returns the states for the next call."""
   now = _list_local(local)
   for name in sorted(before.keys() - now.keys(), key=_rank, reverse=True):
     with contextlib.suppress(FileNotFoundError):
@@ -182,10 +182,10 @@ def _upload(
 
 @contextlib.contextmanager
 def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
-  """Holds the lock of a run directory, an exclusively created object.
+  """Holds the lock of a run directory, an object created exclusively.
 
-  ValueError with its holder if it exists. A user has to remove the lock of a
-  killed process.
+  ValueError that names the holder if the lock exists. Only the user can remove
+  the lock of a killed process.
   """
   path = f"{root}/{LOCK}"
   mine = json.dumps(run_lock.me()).encode()
@@ -193,7 +193,7 @@ def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
   def unlock() -> None:
     with contextlib.suppress(Exception):  # the next run reports the lock
       fs.invalidate_cache()
-      if fs.cat_file(path) == mine:  # else the user removed it
+      if fs.cat_file(path) == mine:  # not if the user removed it meanwhile
         fs.rm_file(path)
 
   with contextlib.ExitStack() as stack:
@@ -218,7 +218,7 @@ def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
 
 
 def _make_sync(fs: Any, root: str, local: pathlib.Path, url: str) -> Sync:
-  """Returns the function of `opened` that uploads changes."""
+  """Returns `sync(lazily=False)`, which uploads changes (see `opened`)."""
   uploaded = _list_local(local)
   last = time.monotonic()
 
@@ -240,7 +240,7 @@ def _make_sync(fs: Any, root: str, local: pathlib.Path, url: str) -> Sync:
 
 @contextlib.contextmanager
 def _working_copy(url: str) -> Iterator[tuple[pathlib.Path, Sync]]:
-  """Locks and copies a run on gs:// for the duration of the context."""
+  """Locks a run on gs:// and works on a copy; uploads it at the end."""
   fs, root = _file_system(url)
   local = pathlib.Path(tempfile.mkdtemp(prefix="grpojax-run-"))
   with contextlib.ExitStack() as removal, contextlib.ExitStack() as stack:
@@ -273,10 +273,10 @@ def _working_copy(url: str) -> Iterator[tuple[pathlib.Path, Sync]]:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
-  """Opens a run directory for writing; a copy for gs://.
+  """Opens a run directory for writing; on gs:// a local copy of it.
 
-  Yields the directory and a function that uploads its changes: with
-  `lazily=True` at most every `PUSH` seconds, and failures are tried again.
+  Yields the directory and a function that uploads its changes. With
+  `lazily=True` it uploads at most every `PUSH` seconds, again after a failure.
 
   Raises:
     ValueError: in all processes, if any process cannot use the directory.
@@ -287,7 +287,7 @@ def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
   if not is_url(path):
     yield pathlib.Path(path), lambda lazily=False: None
     return
-  distributed.gather(None)  # connects before the download, or it may time out
+  distributed.gather(None)  # connect now: after the download it could time out
   with contextlib.ExitStack() as stack:
     # With several processes JAX handles SIGTERM.
     if not distributed.several():
@@ -299,7 +299,7 @@ def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
 
 
 def local(path: str | os.PathLike) -> pathlib.Path:
-  """Returns a readable directory; for gs:// and .gguf in ~/.cache/grpojax."""
+  """Returns a directory to read; copies gs:// and .gguf to ~/.cache/grpojax."""
   if gguf_directory.is_named(path):
     return gguf_directory.local(path)
   if not is_url(path):
@@ -309,7 +309,7 @@ def local(path: str | os.PathLike) -> pathlib.Path:
 
 @functools.cache
 def _cached_copy(url: str) -> pathlib.Path:
-  """Downloads changed files of a model or a run; ValueError without files."""
+  """Downloads changed files of a model or run; ValueError if it has none."""
   fs, root = _file_system(url)
   mark = fsspec.utils.tokenize(url)[:12]
   path = disk.user_cache() / f"{url.rpartition('/')[2]}-{mark}"
@@ -317,7 +317,7 @@ def _cached_copy(url: str) -> pathlib.Path:
     names = _list_remote(fs, root, url)
     names = [name for name in names if not name.endswith(_NOT_READ)]
     if not names:
-      raise ValueError(f"no model and no run at {url}")
+      raise ValueError(f"no model and no run at {url}: check the URL")
     for name in _list_local(path).keys() - set(names):
       (path / name).unlink(missing_ok=True)
     _download(fs, root, path, names)

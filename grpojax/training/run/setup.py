@@ -1,4 +1,4 @@
-"""Mesh, model and first state of a run, from its settings."""
+"""Mesh, models and initial state of a run, from its settings."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ def make_mesh(
   reserved = settings.mesh.sampling_devices
   devices = devices[: max(len(devices) - reserved, 0)]
   if not devices:
-    remedy = "leaves no device for training: use fewer"
+    remedy = "leaves no device for training: lower it"
     raise ValueError(config_error("mesh.sampling_devices", reserved, remedy))
   sizes = {axis: getattr(settings.mesh, axis) for axis in meshes.AXES}
   try:
@@ -42,7 +42,7 @@ def make_mesh(
 
 
 def open_policy(settings: TrainSettings) -> Policy:
-  """Opens the model without weights; ValueError for unusable files or loss."""
+  """Opens the model without weights; ValueError if files or loss do not fit."""
   model = settings.model
   path = hub_pins.model(settings)
   policy = policies.open_policy(
@@ -53,7 +53,7 @@ def open_policy(settings: TrainSettings) -> Policy:
 
 
 def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
-  """Adds the teacher, if any, without weights; ValueError if unsuitable."""
+  """Adds the teacher without weights, if any; ValueError if unsuitable."""
   model = settings.model
   if not model.teacher:
     return policy
@@ -79,7 +79,7 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
 
 
 def check_model(settings: TrainSettings, lm: LM) -> None:
-  """Raises ValueError if the loss needs experts and the model has none."""
+  """Raises ValueError if the loss needs experts but the model has none."""
   for name, verb, off in (
     ("router_aux_coef", "balances", 0),
     ("router_replay", "replays", False),
@@ -93,9 +93,9 @@ def check_model(settings: TrainSettings, lm: LM) -> None:
 def with_weights(
   settings: TrainSettings, policy: Policy, mesh: jax.sharding.Mesh | None = None
 ) -> Policy:
-  """Loads a policy's weights onto the mesh (None: one device); adds adapters.
+  """Loads the weights of a policy and its teacher; adds adapters, if any.
 
-  ValueError for unsuitable weights or targets of adapters.
+  Without a mesh uses a single device. ValueError for weights that do not fit.
   """
   shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)
   dtype = settings.model.dtype
@@ -104,7 +104,7 @@ def with_weights(
     policy = policy._replace(teacher=teacher)
   if not settings.lora.rank:
     return policies.with_weights(policy, "float32", shardings)
-  # Frozen weights get no updates, so the precision of computation suffices.
+  # Frozen weights get no updates, so they need no more than model.dtype.
   policy = policies.with_weights(policy, dtype, shardings)
   options = dataclasses.asdict(settings.lora)
   return policies.with_adapters(policy, seed_key(settings.seed), **options)
@@ -113,7 +113,7 @@ def with_weights(
 def first_state(
   settings: TrainSettings, tx: optax.GradientTransformation, params: Params
 ) -> TrainState:
-  """Returns the state before the first step of a run."""
+  """Returns a run's state before its first step."""
   state = init_state(params, tx, seed_key(settings.seed))
   state = state.replace(entropy=init_control(settings.loss))
   if settings.group_size != AUTO:

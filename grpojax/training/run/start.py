@@ -1,4 +1,4 @@
-"""Start of a training run: its checks, and its first state."""
+"""Start of a training run: checks, and the initial state."""
 
 import contextlib
 import itertools
@@ -30,32 +30,31 @@ from grpojax.training.run import (
   run_storage,
   setup,
 )
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import difficulty, episodes, scoring
-from grpojax.training.step import reference as reference_lib
+from grpojax.training.step import difficulty, episodes, reference, scoring
 from grpojax.training.step.sampling import make_sampler
 
-LARGE = 50_000_000  # fewest parameters for which learning rates are checked
-FAR = 50  # times the usual learning rate: prints a warning
-LOW = 10  # times below the usual learning rate: prints a warning
+LARGE = 50_000_000  # number of parameters from which learning rates are checked
+FAR = 50  # a warning is printed from this factor above the usual learning rate
+LOW = 10  # a warning is printed from this factor below the usual learning rate
 
 
 class Run(NamedTuple):
-  """Parts of a run that stay the same in all steps."""
+  """Inputs and resources of a run, the same in all steps."""
 
   settings: TrainSettings  # with date, commits and prompt length
   directory: pathlib.Path
-  policy: Policy  # with weights until `start`
+  policy: Policy  # with weights only between `check` and `start`
   mesh: jax.sharding.Mesh
   train: splits.Split
   held_out: splits.Split
   reward_pool: scoring.RewardPool | None = None  # set by `check`
-  shardings: TrainState | None = None  # of the state, set by `start`
+  shardings: TrainState | None = None  # of the state; set by `start`
   ref_params: Params | None = None  # fixed reference, if any
-  greedy: Any = None  # sampler of evaluations, see `make_sampler`
+  greedy: Any = None  # sampler for evaluations, see `make_sampler`
   screen: Screen = Screen()
-  track: Callable[[int, Any], None] = lambda step, row: None  # by `tracked`
+  track: Callable[[int, Any], None] = lambda step, row: None  # in trackers
   check_directory: Callable[[], None] = lambda: None  # from `run_lock.hold`
 
   def file(self, name: str) -> pathlib.Path:
@@ -72,21 +71,21 @@ def check(
 ) -> Run:
   """Loads models and rewards, and reads all prompts of finite data sets.
 
-  It only reads; errors are ValueErrors. The stack ends the reward workers and
-  leaves the mesh. `check_signals` is called during long reads and may raise;
-  `today` is the date for chat templates.
+  Writes nothing; all errors are ValueErrors. The stack will end the reward
+  workers and leave the mesh. `check_signals` is called during long reads and
+  may raise; `today` is the date for chat templates.
   """
   run = read_inputs(settings, directory, check_signals, today)
   settings = run.settings
   policy = run.policy
   mesh = run.mesh
-  if settings.reward.on_device:  # `training_batches` checks the prompts
-    group_size = batches_lib.group_sizes(settings)[0]
-    batches = prompts.training_batches(
+  if settings.reward.on_device:  # reading batches checks their prompts
+    group_size = batches.group_sizes(settings)[0]
+    checked = prompts.training_batches(
       settings, policy, run.train.examples, group_size
     )
     ahead = min(settings.steps, splits.MEASURED // settings.batch_size + 1)
-    for _ in itertools.islice(batches, ahead):
+    for _ in itertools.islice(checked, ahead):
       check_signals()
   policy = setup.with_weights(settings, policy, mesh)
   check_signals()
@@ -110,15 +109,15 @@ def read_inputs(
   check_signals: Callable[[], None] = lambda: None,
   today: str | None = None,
 ) -> Run:
-  """Performs the part of `check` before weights are loaded."""
+  """Reads and checks all inputs except weights, the first part of `check`."""
   for name in settings.log.trackers:
     trackers.opener(name)
   rewards = scoring.resolve_functions(settings)
   policy = setup.with_teacher(settings, setup.open_policy(settings))
   settings = _with_date(settings, policy, today)
   mesh = setup.make_mesh(settings)
-  batches_lib.check_mesh(settings, mesh)
-  reference_lib.check_memory(settings.model.reference, mesh)
+  batches.check_mesh(settings, mesh)
+  reference.check_memory(settings.model.reference, mesh)
   cache = directory / run_directory.LENGTHS
   train, held_out = (
     splits.load_split(settings, policy, split, cache, check_signals)
@@ -145,7 +144,7 @@ def read_inputs(
       "prompts: their accuracy does not measure generalisation"
     )
   if settings.model.reference_prompt:
-    reference_lib.check_prompt(settings, train.examples[0])
+    reference.check_prompt(settings, train.examples[0])
   difficulty.init_rates(settings, train.examples)  # checks the examples
   return Run(settings, directory, policy, mesh, train, held_out)
 
@@ -153,7 +152,7 @@ def read_inputs(
 def _with_date(
   settings: TrainSettings, policy: Policy, today: str | None = None
 ) -> TrainSettings:
-  """Adds the date if a chat template uses it, so that prompts stay the same."""
+  """Adds a fixed date if a chat template uses it, so prompts stay the same."""
   tokenizers = [policy.tokenizer]
   if settings.reward.model:
     path = hub_pins.pinned(settings, settings.reward.model)
@@ -184,10 +183,10 @@ def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
 def start(
   run: Run, checkpointer: checkpoint.Checkpointer
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
-  """Makes the first state, and removes the records of lost steps.
+  """Makes the initial state, and removes records of steps after the checkpoint.
 
-  Returns the run without its parameters, which move to the state; the state;
-  and the optimizer. ValueError for a damaged or foreign reference.
+  Returns the run (its parameters move to the state), the state and the
+  optimizer. ValueError for a damaged or foreign reference.
   """
   settings = run.settings
   policy = run.policy
@@ -202,22 +201,22 @@ def start(
   shardings = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
   params = jax.device_put(policy.params, shardings.params)
   count = sum(x.size for x in jax.tree.leaves((params, policy.frozen)))
-  # The reference follows the policy, is the base model of the adapters, or is
-  # stored with the run.
+  # The reference is a copy that follows the policy, the base model of adapters,
+  # or fixed weights stored with the run.
   ref_params = following = None
-  if reference_lib.follows_policy(settings):
-    following = reference_lib.make_copy(shardings.params)(params)
+  if reference.follows_policy(settings):
+    following = reference.make_copy(shardings.params)(params)
   elif policy.frozen is not None and not policy.teacher:
     ref_params = {} if settings.loss.needs_reference else None  # the base model
   elif settings.loss.needs_reference:
     fixed = policy.teacher.params if policy.teacher else params
-    reference = run_storage.reference(run.directory)
-    checkpoint.save_params(reference, fixed)
-    ref_params = checkpoint.restore_params(reference, fixed)
-    ref_params = reference_lib.to_memory(ref_params, settings.model.reference)
+    saved = run_storage.reference(run.directory)
+    checkpoint.save_params(saved, fixed)
+    ref_params = checkpoint.restore_params(saved, fixed)
+    ref_params = reference.to_memory(ref_params, settings.model.reference)
   state = jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
   state = state.replace(reference=following)
-  state = reference_lib.state_to_memory(state, settings)
+  state = reference.state_to_memory(state, settings)
   step = checkpoint.latest_step(checkpointer)
   if distributed.is_main():
     for name in run_directory.RECORDS:

@@ -9,7 +9,7 @@ from grpojax.training.settings.run import AUTO, TrainSettings
 
 
 def group_sizes(s: TrainSettings) -> list[int]:
-  """Returns the possible group sizes: several powers of two with "auto"."""
+  """Returns the possible group sizes: with "auto" several powers of two."""
   if s.group_size != AUTO:
     return [s.group_size]
   sizes = [s.auto_group_size.smallest]
@@ -30,21 +30,21 @@ def draw_parts(s: TrainSettings) -> int:
 
 
 def own_sampling_mesh(s: TrainSettings, mesh: Mesh) -> Mesh:
-  """Returns the mesh for sampling, with separate devices if there are any.
+  """Returns the mesh for sampling, on devices reserved for it if there are any.
 
-  ValueError if devices do not divide into it, or for several processes.
+  ValueError if its axes do not fit the devices, or for several processes.
   """
   count = s.mesh.sampling_devices
   if count and jax.process_count() > 1:
     raise ValueError(
-      f"mesh.sampling_devices = {count}: needs a single process: use 0"
+      f"mesh.sampling_devices = {count}: works in a single process only: use 0"
     )
   separate = jax.devices()[-count:] if count else ()
   return sampling_mesh(mesh, s.mesh.sampling_tensor, separate)
 
 
 def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
-  """Raises ValueError if a batch does not divide over the run's mesh."""
+  """Raises ValueError unless the mesh divides the rows of every batch."""
   update = s.optim.update
   evaluating = sampling_mesh(mesh, s.mesh.sampling_tensor)
   check_rows(evaluating, eval_batch=s.eval.batch_size)

@@ -1,8 +1,7 @@
 """Conflicts between settings.
 
-`core.options` checks the range of each setting. Functions of `NEEDS` yield the
-only value of a setting that other settings allow, functions of `CHECKS` the
-remaining conflicts.
+`core.options` checks the range of each setting. Functions in `NEEDS` yield
+values that other settings require, functions in `CHECKS` all other conflicts.
 """
 
 import itertools
@@ -38,7 +37,7 @@ Needs = Iterator[tuple[dict[str, Any], str]]
 """Required values by setting, with "REASON: ALTERNATIVE"."""
 
 
-def _by_turns(s: TrainSettings) -> bool:
+def _has_turn_credit(s: TrainSettings) -> bool:
   return s.environment.on and s.environment.credit != "trajectory"
 
 
@@ -60,7 +59,7 @@ def _model_needs(s: TrainSettings) -> Needs:
     why = "a fixed reference is not mixed: model.reference_every > 0"
     yield {"model.reference_mix": 1}, why
   if s.loss.has_exact_kl:
-    why = "loss.kl = 'exact' runs the reference in the update: another kl"
+    why = "loss.kl = 'exact' runs the reference in the update: another loss.kl"
     yield {"model.reference": "device"}, why
 
 
@@ -79,12 +78,12 @@ def _reward_needs(s: TrainSettings) -> Needs:
     why = "does not work with an environment: no environment.path"
     yield {"reward.on_device": False, "mesh.sampling_devices": 0}, why
   else:
-    why = "there are no turns: an environment.path"
+    why = "without an environment there are no turns: environment.path"
     yield {"environment.credit": "trajectory"}, why
   if s.environment.on and s.reward.model:
     why = "reward.model would add to the reward 0 of a failed trajectory: no "
     yield {"environment.failed": "drop"}, f"{why}reward.model"
-  if _by_turns(s):
+  if _has_turn_credit(s):
     why = "requires one advantage per trajectory: "
     why += "environment.credit = 'trajectory'"
     yield _ONE_SUM | {"diagnostics.every": 0}, why
@@ -92,20 +91,22 @@ def _reward_needs(s: TrainSettings) -> Needs:
 
 def _sampling_needs(s: TrainSettings) -> Needs:
   if s.difficulty.priority != DIFFICULTY_OFF:
-    why = "prompts are drawn by the rewards of the last step: "
+    why = "rewards of all earlier steps choose the prompts of a step: "
     why += f"difficulty.priority = {DIFFICULTY_OFF!r}"
     yield {"filter_groups.enable": False, "sampling.ahead": 0}, why
   else:
-    why = "there are no priorities to correct for: a difficulty.priority"
+    why = "there are no priorities to correct for: another difficulty.priority"
     yield {"difficulty.importance_weights": False}, why
   if s.diagnostics.every:
-    why = "the diagnosis has no importance weights: diagnostics.every = 0"
+    why = "the diagnosis ignores importance weights: diagnostics.every = 0"
     yield {"difficulty.importance_weights": False}, why
   if s.sampling.ahead:
-    why = "draws depend on rewards that come too late: sampling.ahead = 0"
+    why = (
+      "rewards are unknown when the next step is sampled: sampling.ahead = 0"
+    )
     yield {"filter_groups.enable": False}, why
   else:
-    why = "devices would wait for each other: sampling.ahead = 1"
+    why = "these devices would wait for the update: sampling.ahead = 1"
     yield {"mesh.sampling_devices": 0}, why
   if s.group_size == AUTO:
     why = "group_size = 'auto' follows the error of the full gradient, with "
@@ -117,7 +118,7 @@ def _sampling_needs(s: TrainSettings) -> Needs:
 
 
 Rows = Iterator[tuple[str, str]]
-"""Setting to change, and why and how."""
+"""Name of a setting, and text that says what is wrong and what to do."""
 
 
 def _finite(values: Any) -> bool:
@@ -152,7 +153,7 @@ def _texts(s: TrainSettings) -> Rows:
     "model.reference_prompt": prompt,
   }
   for name, text in texts.items():
-    # Python's form of undecodable bytes on the command line.
+    # Python reads invalid bytes of the command line as these surrogates.
     if re.search("[\ud800-\udfff]", text):
       yield name, "is not valid UTF-8: re-encode it"
   try:
@@ -203,15 +204,15 @@ def _rewards(s: TrainSettings) -> Rows:
   names = reward.functions
   texts = all(isinstance(name, str) for name in names)
   if not (names and texts and all(names)):
-    remedy = "name at least one function; the first decides on right answers"
+    remedy = "name at least one function; the first decides what is right"
     yield "reward.functions", remedy
   if texts and len(set(names)) < len(names):
-    yield "reward.functions", "names must differ"
+    yield "reward.functions", "names a function twice: remove one"
   if len(reward.weights) != len(names) or not _finite(reward.weights):
     remedy = "must be finite numbers, one for each of reward.functions"
     yield "reward.weights", remedy
   if not _finite([reward.model_weight]):
-    yield "reward.model_weight", "must be finite"
+    yield "reward.model_weight", "must be a finite number"
   workers = workers_for(names, reward.workers) or s.environment.workers
   if s.sampling.parts > 1 and not workers and not reward.on_device:
     remedy = "no process can score a part during sampling: use 1, or "
@@ -243,7 +244,7 @@ def _turns(s: TrainSettings) -> Rows:
   if scored and not s.environment.on:
     remedy = "'environment' needs an environment: set environment.path"
     yield "reward.functions", remedy
-  if not _by_turns(s):
+  if not _has_turn_credit(s):
     return
   try:
     check_credit(s.environment.credit, s.loss, True)
@@ -317,7 +318,7 @@ def _auto_sizes(s: TrainSettings) -> Rows:
 
 
 def _division(s: TrainSettings) -> Rows:
-  """Yields the first batch that does not divide into its parts."""
+  """Yields the first setting that does not divide its number of prompts."""
   update = s.optim.update
   if s.batch_size % update.minibatches:
     remedy = f"must divide batch_size = {s.batch_size}"
@@ -341,7 +342,7 @@ def _division(s: TrainSettings) -> Rows:
 
 
 def _advantage(s: TrainSettings) -> Rows:
-  """Yields an advantage's error about the shape of a batch, by tracing it."""
+  """Traces the advantage on the shape of a batch; yields its error, if any."""
   name = s.loss.advantage
   k = s.loss.subset_size
   advantage = bind(advantages.ADVANTAGES[name], k=k)
@@ -358,7 +359,7 @@ def _advantage(s: TrainSettings) -> Rows:
 
   sizes = batches.group_sizes(s)
   for size in sorted({min(sizes), max(sizes)}):
-    # Only small shapes can be refused, and large ones need large tables.
+    # Advantages refuse only small shapes; large ones would need large tables.
     prompts = min(batches.samples_per_step(s) // size, _TRIED)
     shape = prompts, min(size, max(_TRIED, k + 1) if takes_k else _TRIED)
     arrays = (jax.ShapeDtypeStruct(shape, x) for x in (jnp.float32, jnp.int32))
@@ -367,7 +368,7 @@ def _advantage(s: TrainSettings) -> Rows:
     except ValueError as error:
       shapes = f"batch_size = {prompts}, group_size = {size}"
       shapes += f", subset_size = {k}" if takes_k else ""
-      yield "advantage", f"refuses {shapes}: {error}"
+      yield "advantage", f"does not work with {shapes}: {error}"
       return
 
 
@@ -387,7 +388,7 @@ CHECKS = (
 
 
 def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
-  """Returns a line per conflict; `flat` maps dotted paths to settings."""
+  """Returns an error per conflict; `flat` maps dotted paths to values."""
   rows = []
   for needs, text in itertools.chain.from_iterable(f(s) for f in NEEDS):
     reason, _, alternative = text.rpartition(": ")

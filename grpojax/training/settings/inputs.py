@@ -37,14 +37,14 @@ class ModelSettings:
 
   path: str = option(
     "arithmetic-instruct",
-    "Hugging Face directory, embedded model, ORG/NAME on the Hub, FILE.gguf, "
-    "or package:NAME/FILE.gguf, a file in an installed Python package",
+    "Hugging Face directory, bundled model, ORG/NAME on the Hub, FILE.gguf, or "
+    "package:NAME/FILE.gguf for a file in an installed Python package",
   )
   revision: str = option(
     "", 'branch, tag or commit of ORG/NAME on the Hub; "" = main'
   )
   ignore_keys: tuple[Any, ...] = option(
-    (), "unknown keys of config.json to ignore (policy, teacher, reward model)"
+    (), "keys of a model's config.json to ignore if grpojax does not know them"
   )
   dtype: str = option(
     "float32",
@@ -53,47 +53,47 @@ class ModelSettings:
   )
   remat: str = option(
     "selective",
-    "recomputed in the backward pass: attention = softmax weights and "
-    "activation functions; selective = also MLP products; full = everything",
+    "activations recomputed in the backward pass: attention = softmax weights "
+    "and activation functions; selective = also MLP products; full = all",
     REMAT,
   )
   attention: str = option(
     "auto",
-    "attention in rows of more than 256 tokens: auto = kernel on TPUs and GPUs "
-    "and blocks on CPUs; plain = the whole row at once; blocks are plain JAX",
+    "attention in rows of more than 256 tokens: plain = whole rows; blocks = "
+    "block by block in JAX; kernel = fused; auto = kernel, but blocks on CPUs",
     ATTENTION,
   )
   teacher: str = option(
     "",
-    "reference model for loss.beta, given as in model.path, with the policy's "
-    'token ids; "" = the policy before the first step',
+    "reference model of the KL term (loss.beta), named like model.path, with "
+    'the same token ids; "" = the policy before the first step',
   )
   reference_prompt: str = option(
     "",
-    "alternative prompt of the reference: {prompt} and fields of the "
-    'example, as in "{prompt} (the answer is {answer})"; "" = the same prompt',
+    "prompt template of the reference, with {prompt} and fields of the "
+    'example: "{prompt} (the answer is {answer})"; "" = the policy\'s prompt',
   )
   reference: str = option(
     "device",
-    "memory of the reference; host copies it to the devices for its pass",
+    "memory that stores the reference; host = copied to devices for each pass",
     REFERENCE_MEMORY,
   )
   reference_every: int = not_negative(
-    0, "steps between updates of the reference; 0 = fixed reference"
+    0, "steps between updates of the reference; 0 = never"
   )
   reference_mix: float = option(
-    1.0, "policy's weight in an updated reference; 1 = copy", within="(0, 1]"
+    1.0, "weight of the policy in these updates; 1 = copy", within="(0, 1]"
   )
 
 
 @frozen_options
 class LoraSettings:
-  """Low-rank adapters, trained in place of the weights."""
+  """Low-rank adapters, trained instead of the weights."""
 
   rank: int = not_negative(0, "rank of the adapters; 0 = full fine-tuning")
-  alpha: float = positive(32.0, "adapter scale, alpha / rank")
+  alpha: float = positive(32.0, "adapters are scaled by alpha / rank")
   targets: str = option(
-    "layers/(q|k|v|o|gate|up|down)", "regex for paths of adapted weights"
+    "layers/(q|k|v|o|gate|up|down)", "regex of the adapted weights' paths"
   )
 
 
@@ -103,29 +103,31 @@ class DataSettings:
 
   name: str = option("arithmetic", "data set", DATASETS)
   path: str = option(
-    "", "data file, directory or glob pattern; huggingface: ORG/NAME on the Hub"
+    "", "data file, directory or glob pattern; for huggingface also ORG/NAME"
   )
-  options: Mapping[str, Any] = free_field("keyword arguments of the data set")
+  options: Mapping[str, Any] = free_field("arguments of the data set")
   mixture: Mapping[str, Any] = free_field(
-    "several data sets instead of data.name: mixture.ANY.name, path, options, "
-    "weight, rewards (the reward.functions that score it)"
+    "several data sets instead of data.name: mixture.NAME.name, .path, "
+    ".options, .weight, .rewards (the reward.functions that score this one)"
   )
   max_prompt_length: int = not_negative(
-    0,
-    "maximum tokens per prompt, with template; 0 = longest prompt of the data",
+    0, "maximum tokens per prompt, template included; 0 = longest prompt"
   )
   too_long: str = option(
-    "refuse", "treatment of longer prompts", ("refuse", "drop")
+    "refuse",
+    "longer prompts: refuse = error; drop = leave them out",
+    ("refuse", "drop"),
   )
   template: str = option(
     "{prompt}\n", "template of plain-text prompts; chats use the chat template"
   )
   system_prompt: str = option(
-    "", 'system prompt for chats without their own; "" = none'
+    "", 'system prompt for chats that have none; "" = none'
   )
   special_tokens: str = option(
     "text",
-    'meaning of "<|im_end|>" in prompts: plain text, or the control token',
+    'control tokens such as "<|im_end|>" inside prompts: text = plain text; '
+    "control = control tokens",
     SPECIAL_TOKENS,
   )
   template_options: Mapping[str, Any] = free_field("chat template arguments")
@@ -133,49 +135,51 @@ class DataSettings:
 
 @frozen_options
 class DifficultySettings:
-  """Prompts drawn by their success rates."""
+  """Choice of prompts by their success rates."""
 
   priority: str = option(
     DIFFICULTY_OFF,
-    "dependence of a prompt's sampling priority on its success rate",
+    "prompts to prefer: varies = groups whose rewards are likely to vary; "
+    "spread = high standard deviation of the reward; band = success rate in "
+    "difficulty.band; target = success rate near difficulty.target; none = off",
     (DIFFICULTY_OFF, *PRIORITIES),
   )
   uniform: float = option(
     0.1, "share of prompts drawn without priorities", within="(0, 1]"
   )
-  half_life: float = positive(100.0, "half-life of past results, in steps")
+  half_life: float = positive(100.0, "steps after which a result counts half")
   band: tuple[Any, ...] = option(
-    (0.1, 0.9), "success rates for priority=band: low, high"
+    (0.1, 0.9), "lowest and highest success rate for priority = band"
   )
   target: tuple[Any, ...] = option(
-    (0.8, 0.3), "success rates for priority=target: first step, last step"
+    (0.8, 0.3), "success rate for priority = target: first step, last step"
   )
   rows: int = one_or_more(1, "maximum groups per prompt and step")
   importance_weights: bool = option(
-    False, "importance weights in the loss, for an unchanged objective"
+    False, "weight the loss so that priorities do not change the objective"
   )
 
 
 @frozen_options
 class SamplingSettings:
-  """Completions (only the first eight settings and ahead change samples)."""
+  """Completions (`parts` does not change them)."""
 
   max_new_tokens: int = one_or_more(80, "maximum tokens per completion")
   stop: tuple[Any, ...] = option(
     (),
-    'stop strings, as in ["\\nQuestion:", "</answer>"]; rewards see the text '
-    "before; () = none",
+    'strings that end a completion, such as ["\\nQuestion:", "</answer>"]; '
+    "rewards see the text before them; () = none",
   )
   distribution: Sampling = inline(Sampling())
   parts: int = one_or_more(
     1,
-    "equal parts in which a step's prompts are sampled; reward.workers score "
-    "each part while the next is decoded",
+    "number of equal parts of a step's prompts; reward.workers score a part "
+    "while the next one is decoded",
   )
   ahead: int = option(
     0,
-    "steps to sample ahead; with 1 the next step is sampled before the update "
-    "and scored during it, which needs loss.correction",
+    "steps to sample ahead: 1 = sample the next step before the update and "
+    "score it during the update (needs loss.correction); 0 = off",
     within="[0, 1]",
   )
 
@@ -186,33 +190,33 @@ class RewardSettings:
 
   functions: tuple[Any, ...] = option(
     ("exact_answer",),
-    'reward functions: built in, "package.module:function" or '
-    '"file.py:function"; accuracy counts how often the first gives 1 or more',
+    'reward functions: built-in name, "package.module:function" or '
+    '"file.py:function"; accuracy is how often the first returns 1 or more',
   )
   weights: tuple[Any, ...] = option((1.0,), "weight of each reward function")
   options: Mapping[str, Any] = free_field(
-    "keyword arguments of a function: options.FUNCTION.key"
+    "keyword arguments of reward functions, as options.FUNCTION.KEY"
   )
   workers: int = option(
     0,
-    "processes per machine for rewards; 0 = the main one, or 1 for math_answer",
+    "reward processes per machine; 0 = main process, or 1 for math_answer",
     within="[0, 1024]",
   )
-  timeout: float = positive(30.0, "time limit per completion, seconds")
+  timeout: float = positive(30.0, "time limit per completion, in seconds")
   thinking: tuple[Any, ...] = option(
-    THINKING,
-    "tag pairs OPENING...CLOSING around text ignored by math_answer",
+    THINKING, "tags OPENING...CLOSING around text that math_answer ignores"
   )
   model: str = option(
-    "", 'sequence classifier: directory or ORG/NAME[@REVISION]; "" = none'
+    "", 'reward model (classifier): directory or ORG/NAME[@REVISION]; "" = none'
   )
-  model_weight: float = option(1.0, "weight of the reward model in the sum")
+  model_weight: float = option(1.0, "weight of the reward model's reward")
   on_device: bool = option(
-    False, "scoring of token ids on the device: a single XLA program per step"
+    False, "score token ids on the device, in a single XLA program per step"
   )
   aggregation: str = option(
     "sum_then_normalize",
-    "order of summing rewards and normalising each in its group (GDPO)",
+    "several rewards: sum_then_normalize = weighted sum; normalize_then_sum = "
+    "weighted sum of rewards normalised in each group (GDPO)",
     AGGREGATIONS,
   )
 
@@ -223,38 +227,41 @@ class EnvironmentSettings:
 
   path: str = option(
     "",
-    'environment: built in, "gymnasium:ID", "file.py", "file.py:Name" or '
-    '"package.module:Name"; "" = none, unless there are tools',
+    'environment: built-in name, "gymnasium:ID", "file.py", "file.py:NAME" or '
+    '"package.module:NAME"; "" = none, or only environment.tools',
   )
   tools: tuple[Any, ...] = option(
-    (), 'tools of the model, each "file.py:function"'
+    (), 'functions that the model may call, each "file.py:function"'
   )
   tool_format: str = option("hermes", "syntax of tool calls", TOOL_CALLS)
   options: Mapping[str, Any] = free_field("arguments of the environment")
   action: str = option(
     "auto",
-    "action passed to `step` of a class: the turn's text, its last number or "
-    "its last JSON value; auto = by its action_space, or text without one",
+    "action passed to `step` of a class: text = the turn's text; number = its "
+    "last number; json = its last JSON value; auto = by action_space, or text",
     ACTIONS,
   )
   max_turns: int = one_or_more(8, "maximum turns per trajectory")
   max_observation: int = not_negative(
-    0, "maximum tokens per observation, up to half of max_new_tokens; 0 = half"
+    0, "maximum tokens per observation; 0 = half of max_new_tokens, the maximum"
   )
   max_turn_tokens: int = not_negative(
-    0, "tokens after which a turn is cut off and answered; 0 = no limit"
+    0, "maximum tokens per turn, then cut off and answered; 0 = no limit"
   )
   failed: str = option(
-    "drop", "failed trajectories: dropped or reward 0", ("drop", "zero")
+    "drop",
+    "if the environment fails: drop = leave trajectory out; zero = reward 0",
+    ("drop", "zero"),
   )
   template: str = option(
-    "\n{observation}\n", "template of observations without a chat template"
+    "\n{observation}\n", "template of observations in plain-text prompts"
   )
   credit: str = option(
     "trajectory",
-    "reward of a turn: the trajectory's; or rewards from this turn on, less "
-    "their mean in other samples (all, or those with this turn). Expectations "
-    "are equal only with loss.weighting fixed_length or sequence_sum",
+    "advantage of a turn: trajectory = the trajectory's; turn = rewards from "
+    "this turn on, minus their mean over other samples; turn_reached = minus "
+    "their mean over other samples with this turn. The mean gradient is the "
+    "same only for loss.weighting = fixed_length or sequence_sum",
     CREDITS,
   )
   workers: int = option(
@@ -262,17 +269,17 @@ class EnvironmentSettings:
     "processes per machine that run environments; 0 = the main process",
     within="[0, 1024]",
   )
-  timeout: float = positive(30.0, "time limit per answer, seconds")
+  timeout: float = positive(30.0, "time limit per answer, in seconds")
   check: str = option(
     "actions",
-    "test at the start whether answers are reproducible: made-up turns without "
-    "tool calls, or also a call of each tool with made-up arguments",
+    "made-up turns that test at the start whether answers are reproducible: "
+    "actions = turns without tool calls; tools = also a call of each tool",
     ("actions", "tools"),
   )
 
   @property
   def on(self) -> bool:
-    """True with an environment or tools."""
+    """True if there is an environment or a tool."""
     return bool(self.path or self.tools)
 
   @property
@@ -285,15 +292,15 @@ class EnvironmentSettings:
 class FilterGroupsSettings:
   """Dynamic sampling (DAPO): new prompts for groups of equal rewards."""
 
-  enable: bool = option(False, "replacement of groups with equal rewards")
+  enable: bool = option(False, "replace groups of equal rewards by new groups")
   # With several rewards `acc` also drops groups that have a gradient.
   metric: str = option(
     "reward",
-    "quantity that must vary in a group; acc = first reward function",
+    "reward that must vary in a group: reward = total; acc = first function",
     ("reward", "acc"),
   )
   max_num_gen_batches: int = one_or_more(10, "maximum batches per step")
-  gen_parts: int = one_or_more(1, "parts of a batch in further draws")
+  gen_parts: int = one_or_more(1, "divisor of batch_size in later draws")
   rescale: bool = option(
-    False, "multiply gradients by group_acceptance, to undo the filter's scale"
+    False, "multiply gradients by group_acceptance, to restore their scale"
   )

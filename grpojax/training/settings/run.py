@@ -24,15 +24,15 @@ AUTO = "auto"  # adaptive group_size
 class OptimSettings:
   """Optimizer, learning rate and updates per step."""
 
-  name: str = option("adamw", "optimizer; adafactor has no b1", OPTIMIZERS)
+  name: str = option("adamw", "optimizer; adafactor ignores b1", OPTIMIZERS)
   moments_dtype: str = option(
     "float32", "data type of moments; bfloat16 rounds stochastically", MOMENTS
   )
   learning_rate: float = positive(3e-4, "peak learning rate")
-  schedule: str = option("constant", "schedule after warmup", SCHEDULES)
+  schedule: str = option("constant", "learning rate after warmup", SCHEDULES)
   warmup_steps: int = not_negative(
     0,
-    "linear warmup, optimizer updates; the first uses learning_rate / "
+    "optimizer updates of the linear warmup, which starts at learning_rate / "
     "(warmup_steps + 1)",
   )
   b1: float = option(0.9, "decay of the first moment", within=DECAY)
@@ -45,21 +45,23 @@ class OptimSettings:
   )
   packing: bool = option(
     True,
-    "short completions in shared rows: less padding, but more compilations",
+    "pack short completions into shared rows: less padding, more compilations",
   )
 
 
 @frozen_options
 class AutoGroupSizeSettings:
-  """Adaptive group size at equal samples per step (group_size=auto)."""
+  """Adaptive group size (group_size=auto) for a fixed number of samples."""
 
-  start: int = one_or_more(8, "initial group size, with batch_size prompts")
+  start: int = one_or_more(8, "first group size, with batch_size prompts")
   smallest: int = one_or_more(4, "minimum group size")
   largest: int = one_or_more(32, "maximum group size")
-  decay: float = option(0.9, "decay of past estimates", within=DECAY)
-  margin: float = not_negative(0.25, "hysteresis of a change, in powers of two")
+  decay: float = option(0.9, "weight of past estimates", within=DECAY)
+  margin: float = not_negative(
+    0.25, "log2 distance past the middle between two sizes before a change"
+  )
   confidence: float = not_negative(
-    1.0, "evidence that a change needs, in standard errors"
+    1.0, "evidence needed for a change, in standard errors"
   )
 
 
@@ -69,13 +71,13 @@ class DiagnosticsSettings:
 
   every: int = not_negative(0, "steps between diagnoses; 0 = off")
   tangents: int = option(
-    4, "random directions, whose spread gives the error", within="[2, inf)"
+    4, "random directions; more give more precise results", within="[2, inf)"
   )
   share: float = option(
-    0.375, "diagnosed share of the prompts, at least 3", within="(0, 1]"
+    0.375, "share of prompts to diagnose (at least 3)", within="(0, 1]"
   )
   last_layers: int = not_negative(
-    0, "last layers whose scores are used; 0 = all"
+    0, "last layers whose gradients are diagnosed; 0 = all"
   )
 
 
@@ -86,18 +88,18 @@ class EvalSettings:
   every: int = one_or_more(5, "steps between evaluations")
   num_prompts: int = one_or_more(256, "held-out prompts, always the same")
   batch_size: int = one_or_more(128, "prompts per decoding batch")
-  samples: int = not_negative(4, "completions printed and recorded")
+  samples: int = not_negative(4, "completions to record and print")
 
 
 @frozen_options
 class CheckpointSettings:
-  """Saved states."""
+  """Checkpoints of the training state."""
 
   every: int = one_or_more(10, "steps between checkpoints")
   keep: int = one_or_more(2, "number of newest checkpoints to keep")
   best: bool = option(
     False,
-    "checkpoint of the highest held-out accuracy, kept and written to model/",
+    "keep the checkpoint of highest held-out accuracy and write it to model/",
   )
 
 
@@ -106,7 +108,7 @@ class LogSettings:
   """Progress lines and records."""
 
   every: int = one_or_more(
-    1, "steps between progress lines; batches in evaluations"
+    1, "steps (in evaluations: batches) between progress lines"
   )
   samples_every: int = one_or_more(10, "steps between recorded completions")
   sample_groups: int = not_negative(4, "number of groups to record; 0 = none")
@@ -126,23 +128,25 @@ class ProfileSettings:
 
 @frozen_options
 class StopSettings:
-  """Number of consecutive steps after which a problem ends the run."""
+  """Number of consecutive steps with a problem that end the run."""
 
-  skipped_updates: int = not_negative(10, "non-finite gradients; 0 = never")
-  rewards_missing: int = not_negative(10, "no rewards; 0 = never")
-  zero_variance_groups: int = not_negative(
-    100, "equal rewards in each group; 0 = never"
+  skipped_updates: int = not_negative(
+    10, "steps with non-finite gradients; 0 = never"
   )
-  truncated: int = not_negative(0, "most completions truncated; 0 = never")
+  rewards_missing: int = not_negative(10, "steps without rewards; 0 = never")
+  zero_variance_groups: int = not_negative(
+    100, "steps with equal rewards in every group; 0 = never"
+  )
+  truncated: int = not_negative(
+    0, "steps with most completions truncated; 0 = never"
+  )
   few_effective_samples: int = not_negative(
     0,
-    "effective sample size below a tenth (sampling.ahead, int8, "
-    "loss.correction); 0 = never",
+    "steps with at most 10% of the samples effective, by their importance "
+    "weights (of sampling.ahead, int8 or loss.correction); 0 = never",
   )
   no_improvement: int = not_negative(
-    0,
-    "evaluations, not steps, without a higher held-out accuracy, which finish "
-    "the run early; 0 = never",
+    0, "evaluations (not steps) without a higher held-out accuracy; 0 = never"
   )
 
 
@@ -150,20 +154,20 @@ class StopSettings:
 class MeshSettings:
   """Number of devices along each axis; -1 = all remaining devices."""
 
-  data: int = option(-1, "devices along the rows of a batch")
+  data: int = option(-1, "devices that share the rows of a batch")
   fsdp: int = option(
     1,
-    "devices along rows and parameters, which are gathered layer by layer",
+    "devices that share rows and parameters, gathered layer by layer",
   )
-  expert: int = option(1, "devices along rows and experts")
-  tensor: int = option(1, "devices along heads, MLP and vocabulary")
+  expert: int = option(1, "devices that share rows and experts")
+  tensor: int = option(1, "devices that share heads, MLP and vocabulary")
   sampling_tensor: int = not_negative(
-    0, "tensor axis while sampling, without gathers; 0 = mesh.tensor"
+    0, "devices that share each weight while sampling; 0 = mesh.tensor"
   )
   sampling_devices: int = not_negative(
     0,
-    "additional devices that sample during the update, which needs "
-    "sampling.ahead = 1; 0 = none",
+    "devices reserved for sampling the next step during the update (needs "
+    "sampling.ahead = 1); 0 = none",
   )
 
 
@@ -181,19 +185,19 @@ class TrainSettings:
   seed: int = option(0, "random seed", within="[0, 2**32)")
   commits: tuple[Any, ...] = option(
     (),
-    "commits of models and data from the Hub, KIND:ORG/NAME@REVISION=COMMIT, "
-    "recorded by the run",
+    "commits of models and data on the Hub, KIND:ORG/NAME@REVISION=COMMIT, "
+    "filled in when a run starts",
   )
   allow_changed_inputs: bool = option(
-    False, "resuming with changed data, reward files or tokenizer"
+    False, "resume even if data, reward files or tokenizer changed"
   )
   steps: int = option(
-    40, "training steps; more will extend a finished run", within="[0, 2**31)"
+    40, "training steps; more extend a finished run", within="[0, 2**31)"
   )
   batch_size: int = one_or_more(32, "prompts per step")
   group_size: int | str = one_or_more(
     8,
-    "completions per prompt; auto = adapted to the best size (auto_group_size)",
+    "completions per prompt; auto = adapts to the best size (auto_group_size)",
     words=(AUTO,),
   )
   model: inputs.ModelSettings = inputs.ModelSettings()

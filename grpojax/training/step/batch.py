@@ -1,4 +1,4 @@
-"""Batch of an update: advantages of the rewards, and packing."""
+"""Batch of an update: rewards to compute advantages from, and packing."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def reward_weights(reward: RewardSettings) -> Sequence[int | float]:
 def aggregation(
   reward: RewardSettings,
 ) -> Callable[[Float[Array, "K B G"]], Float[Array, "B G"]] | None:
-  """Returns the aggregation of the functions' rewards; None for their sum."""
+  """Returns the function that combines K rewards; None if they are summed."""
   function = AGGREGATIONS[reward.aggregation]
   weights = reward_weights(reward)
   return function and functools.partial(function, weights=weights)
@@ -43,11 +43,11 @@ def baseline_rewards(
   """Returns the aggregated rewards from which advantages are computed.
 
   NaN excludes a completion from its group's baseline. `values` are the rewards
-  of each function, if they are aggregated.
+  per function if `aggregation` combines them, else None.
   """
   aggregate = aggregation(settings.reward)
   compared = rewards if aggregate is None else values
-  # Normalisation excludes dropped completions, so they are dropped first.
+  # Drop completions first, because an aggregation may normalise the others.
   compared, _ = TRUNCATED[settings.loss.truncated](compared, rollout.finished)
   return compared if aggregate is None else aggregate(compared)
 
@@ -55,19 +55,19 @@ def baseline_rewards(
 def in_baseline(
   settings: TrainSettings, rollout: Rollout, rewards: Float[np.ndarray, "B G"]
 ) -> Bool[np.ndarray, "B G"]:
-  """Returns True for completions in their group's baseline, on the host."""
+  """Returns True for completions counted in their group's baseline."""
   rewarded = np.isfinite(rewards)
   if settings.loss.truncated == "drop":
     rewarded &= meshes.fetch(rollout.finished)
   return rewarded
 
 
-def of_turns(
+def rewards_by_turn(
   reward: RewardSettings, rollout: Rollout, rewards: Float[Array, "B G"]
 ) -> Float[Array, "B G K"]:
-  """Splits rewards by turn; functions' rewards count for the last turn."""
+  """Splits rewards by turn; the last turn gets the functions' rewards."""
   weight = reward.weights[reward.functions.index("environment")]
-  # The environment's rewards per turn, [B, G, K]; `rewards` has their sum.
+  # The environment's rewards per turn, [B, G, K]; `rewards` includes their sum.
   by_turn = weight * rollout.turn_rewards
   last = jnp.max(rollout.turns, axis=-1, keepdims=True)
   by_functions = rewards - jnp.sum(by_turn, axis=-1)
@@ -82,7 +82,7 @@ def plan_packing(
   rewards: Float[np.ndarray, "B G"],
   mesh: jax.sharding.Mesh,
 ) -> Packing | None:
-  """Packs the completions needed by the update into rows; None if off."""
+  """Plans how an update's completions share rows; None without packing."""
   if not settings.optim.packing:
     return None
   needed = in_baseline(settings, rollout, rewards)
@@ -93,7 +93,7 @@ def plan_packing(
   mask = meshes.fetch(rollout.completion_mask)
   prompt_mask = meshes.fetch(rollout.prompt_mask)
   planned = packing_layout.plan(
-    # Completions of length 0 get no place in the rows.
+    # The plan leaves out completions of length 0.
     np.where(needed, np.sum(mask, axis=-1), 0),
     mask.shape[-1],
     np.sum(prompt_mask, axis=-1),
@@ -108,19 +108,19 @@ def make_batch_program(settings: TrainSettings, ref_lm: LM | None = None):
   """Returns a function that computes the batch of an update, to be jitted.
 
   It is `(lm, params, rollout, rewards, *, values, scale, **options) -> (batch,
-  metrics)`. `values` [K, B, G] are the rewards of each function, None if only
-  their sum is compared; `scale` multiplies the clipped advantages; `options`
-  are arrays of `make_batch`. `ref_lm` is the teacher, if any.
+  metrics)`. `values` [K, B, G] are the rewards per function, None if they are
+  summed; `scale` multiplies the clipped advantages; `options` are passed on to
+  `make_batch`. `ref_lm` is the teacher, if any.
   """
 
-  def batch_of(
+  def compute_batch(
     lm, params, rollout: Rollout, rewards, *, values=None, scale=None, **options
   ) -> tuple[Batch, dict[str, Array]]:
     compared = baseline_rewards(settings, rollout, rewards, values)
     credit = settings.environment.credit
     by_turn = compared
     if credit != "trajectory":
-      by_turn = of_turns(settings.reward, rollout, compared)
+      by_turn = rewards_by_turn(settings.reward, rollout, compared)
     batch = make_batch(
       lm,
       rollout,
@@ -137,4 +137,4 @@ def make_batch_program(settings: TrainSettings, ref_lm: LM | None = None):
       batch = batch.replace(advantages=scale * batch.advantages)
     return batch, rollout_metrics(rollout, rewards, compared)
 
-  return batch_of
+  return compute_batch

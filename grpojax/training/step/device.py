@@ -25,7 +25,7 @@ def make_device_program(
   shardings: TrainState,
   diagnose: Callable[..., Any] | None = None,
 ):
-  """Compiles `(state, prompts, ref_params) -> (state, metrics)`.
+  """Compiles a step, `(state, prompts, ref_params) -> (state, metrics)`.
 
   The state is donated. `diagnose` is a function of `make_diagnose`, or None.
   """
@@ -61,7 +61,7 @@ def make_device_step(
   ref_params: Params | None,
   shardings: TrainState,
 ) -> Callable[..., StepResult]:
-  """Returns a step like `HostStep`, but in one XLA program.
+  """Returns a training step in one XLA program, to be called like `HostStep`.
 
   Completions stay on the device, so rows are not packed, and the result has
   neither samples nor failures.
@@ -77,11 +77,11 @@ def make_device_step(
   ) -> StepResult:
     program = with_diagnosis if diagnosed else plain
     # The program donates the state, so its reference is passed separately.
-    following = state.reference
+    moving = state.reference
     state = state.replace(reference=None)
-    ref = reference.to_device(ref_params if following is None else following)
+    ref = reference.to_device(ref_params if moving is None else moving)
     state, metrics = program(state, prompts, ref)
-    state = state.replace(reference=following)
+    state = state.replace(reference=moving)
     return StepResult(state, meshes.fetch(metrics), [], [])
 
   return step

@@ -1,16 +1,15 @@
 """Noise of a step's gradient, and the group size chosen from it.
 
-The diagnosis is of the step's first update, with every completion of a group
-at full weight. All tokens count alike, as in every weighting except
-`sequence_mean`, which divides scores by lengths and so has another best group
-size. Rewards are the weighted sum of all functions for any
-`reward.aggregation`. The diagnosis ignores
+The diagnosis is about the step's first update, with equal weights of all
+completions and of all tokens. (The weighting `sequence_mean` divides scores by
+lengths, so it has another best group size.) Rewards are the weighted sum of all
+functions, whatever `reward.aggregation` is. The diagnosis ignores
 
 - later updates of the step, which are off-policy;
-- corrections for a sampler that differs from the policy
-  (`core.losses.rollout_correction`): weights w scale the scores of the theory
-  by w, and truncated weights give them a nonzero mean. See the metrics
-  `is_weight*` and `rollout_effective_samples`.
+- weights that correct for a sampler that differs from the policy
+  (`core.losses.rollout_correction`). A weight w scales a score by w, and
+  truncated weights give scores a nonzero mean: see the metrics `is_weight*` and
+  `rollout_effective_samples`.
 """
 
 import dataclasses
@@ -37,21 +36,21 @@ from grpojax.training.settings.run import TrainSettings
 def _chosen_prompts(
   settings: TrainSettings, prompts: int, shards: int
 ) -> tuple[int, int, int]:
-  """Returns the numbers of diagnosed prompts, micro-batches, and their rows.
+  """Returns the numbers of diagnosed prompts, micro-batches, and rows in each.
 
-  Each prompt carries one tangent per direction, so micro-batches have fewer
+  Each row carries `diagnostics.tangents` tangents, so a micro-batch has fewer
   rows than in training by that factor. Rows beyond the prompts are padding.
   """
   update = settings.optim.update
-  diagnostics_ = settings.diagnostics
+  options = settings.diagnostics
   parts = math.gcd(prompts, update.minibatches * update.micro_batches)
   trained_rows = prompts // parts
-  # Rows remain divisible by the mesh's shards, if those of training are.
+  # Rows are divisible by the mesh's shards if the rows of training are.
   each = shards if trained_rows % shards == 0 else 1
-  most = max(trained_rows // diagnostics_.tangents, each)
-  # The largest divisor of the trained rows up to `most`.
+  most = max(trained_rows // options.tangents, each)
+  # The largest divisor of the training's rows up to `most`.
   rows = max(n for n in range(each, most + 1, each) if trained_rows % n == 0)
-  count = math.ceil(max(3, diagnostics_.share * prompts))
+  count = math.ceil(max(3, options.share * prompts))
   return count, min(math.ceil(count / rows), prompts // rows), rows
 
 
@@ -61,10 +60,9 @@ def make_diagnose(
   """Returns a function that estimates the error of a step's gradient.
 
   It is `(lm, params, rollout, rewards, key) -> metrics`, with further metrics
-  for weighted baselines (`core.advantages.weighted_baselines`). It uses
-  `diagnostics.share` of the prompts, at least 3: the first ones with a reward
-  for every sample. Metrics are NaN for too few prompts, and do not depend
-  on `shards`.
+  for weighted baselines (`core.advantages.weighted_baselines`). It uses the
+  first prompts with a reward for every sample: `diagnostics.share` of all, but
+  at least 3. Metrics are NaN for too few prompts, and equal for all `shards`.
   """
   options = {
     "tangents": settings.diagnostics.tangents,
@@ -89,8 +87,7 @@ def make_diagnose(
       micro_batches=parts,
       **options,
     )
-    # Without padding rows, the estimates and so the group size do not depend
-    # on the mesh.
+    # Drop padding rows: they depend on the mesh, and the group size must not.
     projections = projections[:, :count]
     chosen = chosen[:count]
     rollout, rewards = jax.tree.map(lambda x: x[chosen], (rollout, rewards))
@@ -98,7 +95,7 @@ def make_diagnose(
     row = diagnostics.metrics(diagnosis)
     advantage = advantage_fn(settings.loss)
     weights = sample_weights(advantage, rollout)
-    # The error estimate needs advantages of the group alone, not of tokens.
+    # The error estimate needs one baseline per group, not one per token.
     within = settings.loss.advantage in WITHIN_GROUPS
     if weights and within and "token_score_sq" not in weights:
       errors = advantage_errors.advantage_errors(
@@ -111,7 +108,7 @@ def make_diagnose(
 
 
 def make_update_group_size(settings: TrainSettings, shardings: TrainState):
-  """Returns a function that adapts an "auto" group size to the metrics."""
+  """Returns a function that adapts an "auto" group size to a step's metrics."""
   options = dataclasses.asdict(settings.auto_group_size)
   observe = bind(group_size.observe, **options)
   observe = jax.jit(observe, out_shardings=shardings.group_size)

@@ -1,4 +1,4 @@
-"""Prompts drawn by their success rates, and updates of these rates.
+"""Draws prompts according to their success rates, and updates the rates.
 
 Success rates are part of the state (`TrainState.difficulty`, see
 `statistics.success_rates`), indexed by prompt. A draw depends only on the
@@ -31,14 +31,14 @@ from grpojax.training.settings.batches import group_sizes, samples_per_step
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import TrainSettings
 
-INDEX = "prompt_index"  # of an example, among the training prompts in use
+INDEX = "prompt_index"  # key of an example's index among the training prompts
 
 
 def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
   """Returns initial success rates; None without difficulty.priority.
 
-  ValueError for an endless data set, or one with fewer prompts than its share
-  of a step.
+  ValueError for an endless data set, or one with fewer prompts (times
+  difficulty.rows) than its share of a step.
   """
   priority = settings.difficulty.priority
   if priority == DIFFICULTY_OFF:
@@ -59,8 +59,8 @@ def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
     share = prompts * weight / sum(stratum.weight for stratum in strata)
     if size * settings.difficulty.rows < share - 1e-6:
       refuse(
-        f"a step takes {share:g} prompts of a data set that has {size}: use a "
-        "smaller batch_size, more difficulty.rows, or none"
+        f"a step takes {share:g} prompts of a data set that has {size}: lower "
+        "batch_size, raise difficulty.rows, or use none"
       )
   return success_rates.unknown(len(examples))
 
@@ -84,9 +84,9 @@ def draw(
   group_size: int,
   state: TrainState,
 ) -> tuple[Prompts, list[dict[str, Any]]]:
-  """Draws the prompts and examples of a state's step.
+  """Draws the prompts of the state's step; returns them and their examples.
 
-  Examples get their number as `INDEX`, and prompts their importance weights if
+  Examples get their index as `INDEX`, and prompts get importance weights if
   difficulty.importance_weights is on.
   """
   difficulty = settings.difficulty
@@ -108,8 +108,8 @@ def draw(
     )
     return drawn.indices.tolist(), drawn.weights.tolist()
 
-  # Logarithms may differ between hosts in their last bit, which can change the
-  # drawn prompts.
+  # Process 0 draws, because the last bits of logarithms may differ between
+  # hosts, and with them the drawn prompts.
   indices, weights = distributed.on_main(choose)
   prompts, rows = prompts_lib.prompts_of(settings, policy, examples, indices)
   if difficulty.importance_weights:
@@ -119,7 +119,7 @@ def draw(
 
 
 def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
-  """Returns `(state, examples, correctness [B, G]) -> state`."""
+  """Compiles an update of rates: `(state, examples, correctness) -> state`."""
   options = dataclasses.asdict(settings.difficulty)
   observe = bind(success_rates.observe, **options)
   observe = jax.jit(observe, out_shardings=shardings.difficulty)
@@ -130,7 +130,7 @@ def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
     examples: Sequence[Mapping[str, Any]],
     correctness: Float[np.ndarray, "B G"],
   ) -> TrainState:
-    # A comparison alone would turn NaN, no judgement, into False.
+    # NaN is no judgement, and a comparison alone would make it False.
     correct = np.where(np.isnan(correctness), np.nan, correctness >= CORRECT)
     indices = np.array([example[INDEX] for example in examples], np.int32)
     arrays = meshes.place((indices, correct.astype(np.float32)), mesh)
@@ -145,7 +145,7 @@ def metrics(
   """Returns the metrics of a step's success rates and draw.
 
   Mean and standard deviation are over all prompts; `prompts_seen` is the share
-  with observations; effective prompts are (sum w)^2 / sum w^2.
+  of prompts with completions; `effective_prompts` are (sum w)^2 / sum w^2.
   """
   rates = meshes.fetch(state.difficulty)
   a, b = success_rates.posterior(rates)
@@ -153,7 +153,7 @@ def metrics(
   row: dict[str, int | float] = {
     "success_rate_mean": float(np.mean(a / (a + b))),
     "success_rate_std": float(np.std(a / (a + b))),
-    # A completion adds to a + b, which is twice `PRIOR` before the first.
+    # a + b is 2 `PRIOR` before the first completion, and larger afterwards.
     "prompts_seen": float(np.mean(a + b > 2 * success_rates.PRIOR)),
     "prompts_asked": len(numbers),
   }

@@ -38,21 +38,21 @@ class Sampled(NamedTuple):
   """Completions, and the host's records of trajectories."""
 
   rollout: Rollout  # of all processes
-  read: dict[str, Array | None]  # arrays for rewards, whole on every device
-  # [B][G] of this process's prompts; None without an environment
+  read: dict[str, Array | None]  # arrays for rewards, whole on each device
+  # [B][G], for this process's prompts; None without an environment
   transcripts: list[list[Transcript]] | None = None
   seconds: float = 0.0  # time spent waiting for environments
 
 
 def sampled(rollout: Rollout, *records: Any) -> Sampled:
-  """Returns `Sampled`; starts to gather the arrays for rewards."""
+  """Returns a `Sampled`, and starts to gather the arrays that rewards need."""
   names = "completion_ids", "completion_mask", "finished", "turns"
   read = meshes.whole({name: getattr(rollout, name) for name in names})
   return Sampled(rollout, read, *records)
 
 
 def open_pool(settings: TrainSettings) -> EnvironmentPool:
-  """Starts the environment's workers; ValueError for an invalid one."""
+  """Starts the environment's workers; ValueError if it is invalid."""
   names = "path tools options tool_format action workers timeout".split()
   options = {name: getattr(settings.environment, name) for name in names}
   return EnvironmentPool(**options)
@@ -65,7 +65,7 @@ def make_programs(
   sampling: Sampling,
   record_experts: bool,
 ) -> episodes.Programs:
-  """Compiles the functions of `core.decoding.chunks`."""
+  """Compiles the functions of `core.decoding.chunks` for these settings."""
   longest = settings.sampling.max_new_tokens
   common = {
     "eos_ids": policy.ends,
@@ -92,7 +92,7 @@ def make_programs(
 
 
 def encoder(settings: TrainSettings, policy: policies.Policy) -> TurnEncoder:
-  """Returns the encoder of observations; ValueError for a bad template."""
+  """Returns the encoder of observations; ValueError for unfit templates."""
   environment = settings.environment
   data = settings.data
   half = max(1, settings.sampling.max_new_tokens // 2)
@@ -126,7 +126,7 @@ def check(
   if environment.check == "tools":
     if not pool.tools:
       raise ValueError(
-        "environment.check = 'tools': the environment has no tools, use actions"
+        "environment.check = 'tools': there are no tools to call, use actions"
       )
     actions = [tools.made_up(x, environment.tool_format) for x in pool.tools]
   seed = settings.seed
@@ -140,7 +140,7 @@ def check(
 
 
 def _reset_error(step: Step) -> str:
-  """Returns the error in a reset's result, or ""."""
+  """Returns what is wrong with the result of a reset, or ""."""
   if step.done or step.reward:
     return "is done or has a reward: return these from step"
   return ""
@@ -152,7 +152,7 @@ def join_prompt(
   example: dict[str, Any],
   observation: Observation,
 ) -> tuple[Any, str, list[int]]:
-  """Appends the reset's observation to a prompt; returns it, its text and ids.
+  """Appends a reset's observation to a prompt; returns prompt, text and ids.
 
   Text is appended to the prompt's last text, after a blank line unless either
   has white space there; messages are appended to the chat. ValueError if the
@@ -171,8 +171,8 @@ def join_prompt(
     text = last.get("content")
     if not isinstance(text, str):
       raise ValueError(
-        "the reset's observation is appended to the text of the prompt's last "
-        f"message, which has none: {str(last)[:200]}"
+        "the prompt's last message has no text to append the reset's text to: "
+        f"let reset return messages, or change {str(last)[:200]}"
       )
     blank = not text or text[-1].isspace() or observation[0].isspace()
     text += observation if blank else f"\n\n{observation}"
@@ -182,8 +182,8 @@ def join_prompt(
   if observation and len(ids) > (data.max_prompt_length or math.inf):
     raise ValueError(
       f"a prompt with the reset's observation has {len(ids)} tokens: raise "
-      f"data.max_prompt_length = {data.max_prompt_length} (0 is the longest "
-      "prompt without observations)"
+      f"data.max_prompt_length = {data.max_prompt_length} (0 means the length "
+      "of the longest prompt without observations)"
     )
   return prompt, text, ids
 
@@ -199,9 +199,9 @@ def make_player(
 ):
   """Returns a function that samples trajectories with their environments.
 
-  It is a generator `(params, prompts, examples, key, *first_prompt,
-  check_signals) -> Sampled` that yields while the devices decode; run it with
-  `play_together`.
+  The function returns a generator: `(params, prompts, examples, key,
+  *first_prompt, check_signals) -> Sampled`, run by `play_together`. It yields
+  while the devices decode.
   """
   programs = make_programs(
     settings, policy, group_size, sampling, record_experts
@@ -234,7 +234,7 @@ def make_player(
       if mesh is not None:
         joined = meshes.place(joined, mesh, "batch")
       prompts = prompts.replace(**joined)
-    # Decode and step the environments in turn until all episodes end.
+    # Alternate between decoding and the environments until all episodes end.
     rollout = yield from episodes.play(
       programs,
       params,
@@ -250,7 +250,7 @@ def make_player(
       rollout = meshes.map_rows(
         lambda x, *names: meshes.place(x, mesh, *names), rollout
       )
-    # Transcripts show the prompt with its observation.
+    # Transcripts have the prompt with the reset's observation.
     for i, group in zip(table.prompts, table.transcripts, strict=True):
       for row in group:
         row["prompt"] = examples[i]["prompt_text"]
@@ -272,7 +272,7 @@ def _in_order(
   turns: Sequence[Turn], answers: dict[tuple[int, int], Answer]
 ) -> list[Answer]:
   """Gathers the answers of all processes, in the order of `turns`."""
-  # Flat rows, because `gather` sends JSON; places become keys again below.
+  # `gather` sends JSON, which has no tuples as keys.
   rows = [[i, j, *answer] for (i, j), answer in answers.items()]
   answers = {
     (i, j): Answer(*answer)
@@ -284,22 +284,23 @@ def _in_order(
 
 @dataclasses.dataclass
 class _Episodes:
-  """Environments of a batch of trajectories, divided among the processes."""
+  """Episodes of a batch; each process runs the environments of its prompts."""
 
   policy: policies.Policy
   pool: EnvironmentPool
   encode: TurnEncoder
   examples: Sequence[dict[str, Any]]
   seeds: UInt[np.ndarray, "B G"]
-  failed: Answer  # in a turn whose environment fails
+  failed: Answer  # answer to a turn whose environment fails
   check_signals: Callable[[], None]
   seconds: float = 0.0
 
   def __post_init__(self):
     rows = distributed.my_rows(len(self.examples))
-    self.prompts = range(len(self.examples))[rows]  # of this process
+    self.prompts = range(len(self.examples))[rows]  # indices in this process
     self.states: dict[tuple[int, int], Any] = {}
-    self.unended: list[Call] = []  # "end" calls that are still to be made
+    self.unended: list[Call] = []  # "end" calls of failed episodes
+    # Observations that the model has not read yet.
     self.observed: dict[tuple[int, int], list[dict[str, str]]] = {}
     samples = range(self.seeds.shape[1])
     self.transcripts = [
@@ -307,7 +308,7 @@ class _Episodes:
     ]
 
   def reset(self) -> list[Observation]:
-    """Resets each prompt's environment; returns all processes' observations."""
+    """Resets one environment per prompt; returns all prompts' observations."""
     calls = [
       ("reset", self.examples[i], int(self.seeds[i, 0])) for i in self.prompts
     ]
@@ -330,8 +331,8 @@ class _Episodes:
   ) -> dict[str, np.ndarray]:
     """Returns ids and mask of the prompts with their observations.
 
-    A group whose prompt becomes too long fails. Evaluations reuse the examples,
-    so only their "prompt_text" and `READ` change.
+    A group whose prompt becomes too long fails. Evaluations use the examples
+    again, so only their fields "prompt_text" and `READ` may change.
     """
     rows = []
     for i, example in enumerate(self.examples):
@@ -345,14 +346,14 @@ class _Episodes:
       rows.append(ids)
     # Rows of the batch beyond the examples are empty padding.
     rows += [[]] * (len(self.seeds) - len(rows))
-    # `longest` may be 0, or less than the prompt of a chat.
+    # `longest` may be 0, or less than a prompt without an observation.
     width = max(longest, -(-max(map(len, rows)) // 32) * 32)
     joined = prompts_lib.padded(rows, width, self.policy.pad_id)
     joined = prompts_lib.trim(joined)
     return {"prompt_ids": joined.prompt_ids, "prompt_mask": joined.prompt_mask}
 
   def _fail(self, i: int, error: str) -> None:
-    # A group shares the state of a single reset, so it is ended once.
+    # All samples of the group have the state of one reset, to be ended once.
     if (state := self.states.get((i, 0))) is not None:
       seed = int(self.seeds[i, 0])
       self.unended.append(("end", state, self.examples[i], seed))
@@ -361,7 +362,7 @@ class _Episodes:
       self.states.pop((i, j), None)
 
   def answer(self, turns: list[Turn]) -> list[Answer]:
-    """Steps the environments of finished turns."""
+    """Steps the environments after finished turns; returns their answers."""
     local = [x for x in turns if x.prompt in self.prompts]
     alive = [(x, self._text(x)) for x in local if _place(x) in self.states]
     steps = self._collect([self._call("step", *action) for action in alive])
@@ -376,7 +377,7 @@ class _Episodes:
     calls = [self._call("end", turn) for turn in alive]
     steps = self._collect(calls + self.unended)
     answers = {_place(x): Answer() for x in cut if x.prompt in self.prompts}
-    # Results of `unended` calls follow, and are not used.
+    # The results of the `unended` calls, which come last, are not used.
     for turn, step in zip(alive, steps, strict=False):
       row = self._transcript(*_place(turn))
       answer = self.failed
@@ -387,7 +388,7 @@ class _Episodes:
       else:
         answer = Answer((), float(step.reward))
         rewards = row["turn_rewards"]
-        # The turn that was cut off has no entry unless it was answered.
+        # A turn that was cut off before an answer has no entry yet.
         rewards += [0.0] * (turn.turn + 1 - len(rewards))
         rewards[turn.turn] += answer.reward
       answers[_place(turn)] = answer
@@ -402,8 +403,8 @@ class _Episodes:
     row["messages"].append({"role": "assistant", "content": text})
     ids = []
     if not isinstance(step, str):
-      # The model reads the observation if the episode goes on. If encoding
-      # fails, so does the episode, whose environment has still to be ended.
+      # If the episode goes on, the model reads the observation. If this cannot
+      # be encoded, the episode fails, and `end` will end its environment.
       self.states[place] = step.state
       try:
         if not step.done:
@@ -434,7 +435,7 @@ class _Episodes:
     )
 
   def _call(self, name: str, turn: Turn, *action: str) -> Call:
-    """Returns a call of the pool on the trajectory's current state."""
+    """Returns a call for the pool, with the trajectory's current state."""
     place = _place(turn)
     example = self.examples[turn.prompt]
     seed = int(self.seeds[place])

@@ -2,11 +2,11 @@
 
     sample -> reward -> (resample groups) -> (diagnose) -> make batch -> update
 
-Each part is a program, compiled at its first use. Only the update changes the
-state, so a signal before it leaves the state as it was.
+The parts on the devices are programs, compiled at their first use. Only the
+update changes the state, so a signal before it leaves the state as it was.
 
-With sampling.ahead = 1 a step also samples the next one from the same
-parameters, and computes its rewards during the update:
+With sampling.ahead = 1 a step also samples the next step's completions from the
+same parameters, and computes their rewards during the update:
 
     devices   sample s+1 | update s           | sample s+2 ...
     host                 | text, rewards s+1  |
@@ -34,54 +34,53 @@ from grpojax.rewards.pool import abandon
 from grpojax.training import policies
 from grpojax.training.data import mixtures
 from grpojax.training.report import sample_rows
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.batches import own_sampling_mesh
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import (
   difficulty,
   episodes,
   reference,
   resampling,
+  sampling,
   scoring,
 )
-from grpojax.training.step import pending as pending_lib
-from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step.batch import make_batch_program, plan_packing
 from grpojax.training.step.diagnosis import make_diagnose
-from grpojax.training.step.pending import Pending
+from grpojax.training.step.pending import Pending, make_pending
 
 
 class Timer:
-  """Stopwatch: `timer(name)` adds the time since its last call to `seconds`."""
+  """Stopwatch that sums the time of named intervals in `seconds`."""
 
   def __init__(self):
     self.seconds: dict[str, float] = {}
     self._last = time.perf_counter()
 
   def __call__(self, name: str) -> None:
-    """Adds the time since the last call, or the start, to `name`."""
+    """Adds the time since the last call, or the start, to `seconds[name]`."""
     now = time.perf_counter()
     self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
     self._last = now
 
 
 class Programs(NamedTuple):
-  """Compiled parts of a step."""
+  """Compiled parts of a step, with their signatures."""
 
   # `(params, prompts, key) -> Rollout`, on the sampling mesh
   sample: Callable[..., Rollout]
   # `(params, rollout, rewards, **options) -> (batch, metrics)`
   make_batch: Callable[..., tuple[Batch, dict[str, Array]]]
   # `(state, batch, ref_params) -> (state, metrics)`; the state is donated, and
-  # the reference is None unless the KL term is exact
+  # only an exact KL term needs `ref_params`
   update: Callable[..., tuple[TrainState, dict[str, Array]]]
 
 
 class StepResult(NamedTuple):
-  """Result of a step."""
+  """The new state after a step, and the step's records."""
 
   state: TrainState
   metrics: dict[str, Any]  # scalars, and `sample_rows.reward_counts`
-  sample_rows: list[dict[str, Any]]  # of samples.jsonl; empty if not due
+  sample_rows: list[dict[str, Any]]  # for samples.jsonl; empty if not due
   failures: list[Any]  # failed rewards
   pending: Pending | None = None  # the next step's rollout, if drawn ahead
 
@@ -95,18 +94,18 @@ def make_programs(
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Programs:
   """Returns the programs of a step; see `HostStep` for the arguments."""
-  sampling = settings.sampling.distribution
+  distribution = settings.sampling.distribution
   ref_lm = policy.teacher and policy.teacher.lm
 
   def update(lm, state, batch, ref_params=None):
     options = settings.optim.update
-    run = make_update(lm, tx, settings.loss, options, sampling, ref_lm)
+    run = make_update(lm, tx, settings.loss, options, distribution, ref_lm)
     return run(state, batch, ref_params)
 
   replay = settings.loss.router_replay
   return Programs(
-    sampling_lib.sampler_program(
-      settings, policy, group_size, sampling, budgets, record_experts=replay
+    sampling.sampler_program(
+      settings, policy, group_size, distribution, budgets, record_experts=replay
     ),
     policies.jit(policy, make_batch_program(settings, ref_lm)),
     policies.jit(
@@ -117,7 +116,7 @@ def make_programs(
 
 def make_sample_and_reward(
   policy: policies.Policy,
-  sampler: sampling_lib.Sampler,
+  sampler: sampling.Sampler,
   mesh: jax.sharding.Mesh,
   reward_pool: scoring.RewardPool,
   check_signals: Callable[[], None],
@@ -125,20 +124,20 @@ def make_sample_and_reward(
   parts: int,
   move: Callable[[Params], Params] = lambda params: params,
 ):
-  """Returns a function that samples a batch in `parts` chunks and rewards them.
+  """Returns a function that samples and rewards a batch in equal parts.
 
-  All chunks are dispatched at once; each is rewarded while the devices decode
-  the next. With a `player` of `episodes.make_player`, environments of a chunk
-  answer while the devices decode another. `move` copies the parameters to the
-  sampling devices.
+  All parts are dispatched at once; each is rewarded while the devices decode
+  the next. With a `player` of `episodes.make_player`, the environments of one
+  part answer while the devices decode another part. `move` copies the
+  parameters to the sampling devices.
 
-  The function is a generator (`play_together`): it first yields the arrays
-  being computed, and returns `(rollout, rewards)`. `first_prompt` is the number
-  of the first prompt among all prompts with this key.
+  The function returns a generator for `play_together`. It first yields the
+  arrays being computed, and returns `(rollout, rewards)`. `first_prompt` is the
+  index of the first prompt among all prompts with this key.
   """
   submit = functools.partial(scoring.submit_rollout, policy, reward_pool)
-  split = jax.jit(functools.partial(sampling_lib.split_prompts, parts=parts))
-  join = jax.jit(sampling_lib.join_rollouts)
+  split = jax.jit(functools.partial(sampling.split_prompts, parts=parts))
+  join = jax.jit(sampling.join_rollouts)
 
   def sample_and_reward(
     params: Params,
@@ -149,7 +148,7 @@ def make_sample_and_reward(
     first_prompt=None,
     check: Callable[[], None] = check_signals,
   ) -> Generator[Any, None, tuple[Rollout, GroupRewards]]:
-    # Divide the batch; each part has its prompts and, if any, its first number.
+    # Split the batch into parts, with the indices of their first prompts.
     first = [] if first_prompt is None else [meshes.place(first_prompt, mesh)]
     batches = [(prompts, *first)] if parts == 1 else split(prompts, *first)
     rows = len(examples) // parts
@@ -167,10 +166,10 @@ def make_sample_and_reward(
         player(params, part, part_examples[i], key, *n, check_signals=check)
         for i, (part, *n) in enumerate(batches)
       ]
-      # The first `next` starts the devices; `play_together` continues below.
+      # `next` starts the decoding, and `play_together` continues it.
       yield [next(play) for play in playing]
       sampled = play_together(*playing)
-    # Submit each part's texts as soon as it is sampled.
+    # Submit a part's texts to the reward workers as soon as it is sampled.
     submitted = []
     try:
       for i, part in enumerate(sampled):
@@ -181,13 +180,13 @@ def make_sample_and_reward(
     except BaseException:
       abandon([part.pending for part in submitted])
       raise
-    # Wait for the workers, and join the parts.
+    # Wait for the rewards, and join the parts.
     _, rewards = scoring.collect_rewards(
       reward_pool, examples, submitted, check
     )
     timer("rewards")
     if player is not None:
-      before = timer.seconds.get("environment", 0.0)  # of an earlier draw
+      before = timer.seconds.get("environment", 0.0)  # from earlier draws
       seconds = sum(part.seconds for part in sampled)
       timer.seconds["environment"] = before + seconds
     rollouts = [part.rollout for part in sampled]
@@ -201,12 +200,12 @@ def _run_whole(sample_and_reward, *args) -> tuple[Rollout, GroupRewards]:
 
 
 class HostStep:
-  """Step with rewards on the host: `step(...) -> StepResult`.
+  """Training step with rewards on the host: `step(...) -> StepResult`.
 
-  `ref_params` is a fixed reference, or None; `shardings` are of the state.
-  `check_signals` is called repeatedly until the update, and between parts with
-  `together=True` in all processes; it may raise. `budgets(prompts)` [B, G], if
-  any, limits the tokens of each sample.
+  `ref_params` is a fixed reference, or None; `shardings` belong to the state.
+  `check_signals` may raise. It is called repeatedly until the update, and with
+  `together=True` in all processes between the parts of the step.
+  `budgets(prompts)` [B, G], if any, limits the tokens of each sample.
   """
 
   def __init__(
@@ -232,12 +231,12 @@ class HostStep:
     self.programs = make_programs(
       settings, policy, group_size, tx, shardings, budgets
     )
-    sampling_mesh = batches_lib.own_sampling_mesh(settings, mesh)
+    sampling_mesh = own_sampling_mesh(settings, mesh)
     # Separate sampling devices need copies of the parameters.
     move = lambda params: params
     if settings.mesh.sampling_devices:
       dtype = settings.model.dtype
-      move = sampling_lib.moved_params(policy, dtype, sampling_mesh)
+      move = sampling.moved_params(policy, dtype, sampling_mesh)
     self.read_prompts = reference.make_read_prompts(settings, policy, mesh)
     player = None
     if reward_pool.environment is not None:
@@ -253,7 +252,7 @@ class HostStep:
     sample_and_reward = functools.partial(
       make_sample_and_reward,
       policy,
-      sampling_lib.on_sampling_mesh(self.programs.sample, mesh, sampling_mesh),
+      sampling.on_sampling_mesh(self.programs.sample, mesh, sampling_mesh),
       mesh,
       reward_pool,
       check_signals,
@@ -263,7 +262,7 @@ class HostStep:
     self.sample_and_reward = sample_and_reward(settings.sampling.parts)
     self.first_prompt = self.resample_groups = None
     if settings.filter_groups.enable:
-      # An argument, so that later draws of the same size use the same program.
+      # With this argument all draws of the same size use the same program.
       self.first_prompt = np.int32(0)
       sample_draw = self.sample_and_reward
       if settings.filter_groups.gen_parts > 1:
@@ -292,17 +291,17 @@ class HostStep:
     """Performs one step; the state is donated.
 
     `pending` is the rollout of these prompts, if drawn ahead; `upcoming` are
-    the prompts of the next step, if this step samples them. `diagnosed` adds
-    the metrics of `make_diagnose` for the samples of this step, or of
-    `upcoming`, before groups are replaced by prompts from `take`.
+    the prompts and examples of the next step, if this step samples them. `take`
+    returns prompts that replace groups. `diagnosed` adds the metrics of
+    `make_diagnose`, for the first samples of this step or of `upcoming`.
     """
     timer = Timer()
     settings = self.settings
     updating = threading.Event()
-    # A reference in the state is no argument of the update.
-    following = state.reference
+    # The update donates the state, so a moving reference is passed separately.
+    moving = state.reference
     state = state.replace(reference=None)
-    reference_params = self.ref_params if following is None else following
+    reference_params = self.ref_params if moving is None else moving
     key = jax.random.fold_in(state.key, state.step)
 
     # Sample and reward, or continue from the rollout drawn ahead.
@@ -319,7 +318,7 @@ class HostStep:
       check = lambda: updating.is_set() or self.check_signals()
       started, finish = self._draw_ahead(state, upcoming, timer, check)
     self.check_signals(together=True)
-    # Replace groups without a gradient, if filter_groups is on.
+    # Replace zero-variance groups, if filter_groups is on.
     batch = resampling.ResampledBatch(
       rollout, rewards, rewards, examples, np.arange(len(examples))
     )
@@ -342,13 +341,13 @@ class HostStep:
       state, batch, prompts, reference_params
     )
     if finish and not diagnosed and not settings.mesh.sampling_devices:
-      # Shared devices compute the next step's samples before the batch.
+      # Shared devices finish the next step's samples before they run the batch.
       policies.wait(started, self.check_signals)
       timer("rollout")
     policies.wait(update_batch, self.check_signals)
     timer("reference")
 
-    # From here on the state changes; the host works while the devices update.
+    # The state changes from here on, so signals are no longer checked.
     updating.set()
     number = int(meshes.fetch(state.step)) + 1
     if state.difficulty is not None:
@@ -359,7 +358,7 @@ class HostStep:
     state, update_metrics = self.programs.update(
       state, update_batch, exact_reference
     )
-    # The rewards of the next step are computed while the devices update.
+    # Compute the next step's rewards while the devices update.
     pending = finish() if finish else None
     rows = []
     due = number % settings.log.samples_every == 0
@@ -371,7 +370,7 @@ class HostStep:
     timer("update")
 
     metrics |= {f"seconds_{name}": s for name, s in timer.seconds.items()}
-    state = state.replace(reference=following)
+    state = state.replace(reference=moving)
     failures = groups.all_failures(batch.drawn)
     return StepResult(state, metrics, rows, failures, pending)
 
@@ -382,7 +381,7 @@ class HostStep:
     key = jax.random.fold_in(state.key, state.step + 1)
     params = state.params
     if self.reward_pool.environment is not None:
-      # Later turns need the parameters after the update has donated them.
+      # The update donates the parameters, but later turns still need them.
       params = self.copy_params(params)
     drawing = self.sample_and_reward(
       params, *upcoming, key, timer, self.first_prompt, check
@@ -391,7 +390,7 @@ class HostStep:
 
     @functools.cache
     def finish() -> Pending:
-      return pending_lib.of_examples(*play_together(drawing)[0], upcoming[1])
+      return make_pending(*play_together(drawing)[0], upcoming[1])
 
     return started, finish
 
@@ -401,9 +400,10 @@ class HostStep:
     values = rewards.rewards
     unknown = {}
     if values.dtype != np.float32:
-      # One offset for all prompts, because the diagnosis compares prompts.
+      # float32 would lose differences, so subtract the mean of all prompts; the
+      # diagnosis compares prompts, so they must have the same offset.
       values = (values - np.nanmean(values)).astype(np.float32)
-      # Vanilla has no baseline, so its error depends on the offset.
+      # `vanilla` has no baseline, so its error depends on the offset.
       unknown = {"gradient_mse_vanilla": np.nan}
     placed = meshes.place(values, self.mesh, "batch", "group")
     metrics = self.diagnose(state.params, rollout, placed, diagnosis_key(state))

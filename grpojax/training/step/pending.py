@@ -2,7 +2,7 @@
 
 With sampling.ahead = 1 completions are always sampled from the parameters
 before the last update, so that results do not depend on timing. Checkpoints
-contain the pending rollout, with which a resumed run continues.
+contain the pending rollout, and a resumed run continues with it.
 """
 
 import io
@@ -19,33 +19,33 @@ from grpojax.data.examples import READ
 from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import Failure
 
-_HEADER = 8  # bytes of the length
-_READ = "prompt_text", READ  # fields that an environment's reset may change
-_BY_FUNCTION = ("values", "extras")  # arrays by name, of `GroupRewards`
+_HEADER = 8  # bytes of the file's length
+_PROMPT = "prompt_text", READ  # fields that an environment's reset may change
+_BY_FUNCTION = ("values", "extras")  # fields of `GroupRewards`: arrays by name
 
 
 class Pending(NamedTuple):
-  """Completions with their rewards and prompts."""
+  """Completions of the next step with their rewards and prompts."""
 
   rollout: Rollout
   rewards: GroupRewards
-  prompts: list[dict[str, Any]]  # per example, its fields of `_READ`
+  prompts: list[dict[str, Any]]  # fields `_PROMPT` of each example
 
 
-def of_examples(
+def make_pending(
   rollout: Rollout, rewards: GroupRewards, examples: Sequence[dict[str, Any]]
 ) -> Pending:
-  """Returns a rollout and its rewards with the prompts of these examples."""
-  prompts = [{k: x[k] for k in _READ if k in x} for x in examples]
+  """Returns a rollout and its rewards with the prompts of its examples."""
+  prompts = [{k: x[k] for k in _PROMPT if k in x} for x in examples]
   return Pending(rollout, rewards, prompts)
 
 
 def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   """Returns a state with its pending rollout as an array of bytes.
 
-  The bytes are the length of an npz file, the file, and zeros up to a size that
-  rarely changes between steps, because each size compiles another checksum
-  program. Every process must call it.
+  The bytes are the length of an npz file, the file and zeros. With the zeros
+  the size rarely changes between steps: each size compiles another checksum
+  program. Every process must call this function.
   """
   if state.pending is None:
     return state
@@ -57,7 +57,7 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   }
   arrays |= {"rewards": rewards.rewards, "failed": rewards.failed}
   names = {kind: list(getattr(rewards, kind)) for kind in _BY_FUNCTION}
-  for kind in names:  # numbered, since users' names may not be file names
+  for kind in names:  # numbered, since a user's name may be no file name
     values = getattr(rewards, kind).values()
     arrays |= {f"{kind}/{i}": value for i, value in enumerate(values)}
   # Failures, prompts and names are JSON text, stored as an array of bytes.
@@ -73,7 +73,7 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
 
 
 def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
-  """Inverts `to_stored`, with the rollout on the mesh."""
+  """Inverts `to_stored`; the rollout is placed on the mesh."""
   if state.pending is None:
     return state
   stored = meshes.fetch(state.pending).tobytes()

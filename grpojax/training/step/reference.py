@@ -6,8 +6,8 @@ A fixed reference is the starting policy, stored with the run. A moving one
 
     mix * policy + (1 - mix) * reference,    mix = model.reference_mix
 
-This is a copy of the policy for mix = 1, and an exponential average for a small
-mix at every step. For LoRA both factors of the adapters are mixed.
+With mix = 1 this copies the policy; a small mix at every step is an exponential
+average. For LoRA both factors of the adapters are mixed.
 
 The reference may read other prompts (`model.reference_prompt`), with a hint
 that the policy learns to do without (self-distillation).
@@ -32,11 +32,11 @@ from grpojax.training.policies import Policy
 from grpojax.training.settings.inputs import REFERENCE_MEMORY
 from grpojax.training.settings.run import TrainSettings
 
-_MULTIPLE = 64  # length unit of the reference's prompts, in tokens
+_MULTIPLE = 64  # prompts are padded to a multiple (tokens), for few programs
 
 
 def check_memory(memory: str, mesh: Mesh) -> None:
-  """Raises ValueError if the devices lack this kind of `REFERENCE_MEMORY`."""
+  """Raises ValueError if the devices lack the memory of model.reference."""
   device = mesh.local_devices[0]
   kind = REFERENCE_MEMORY[memory]
   kinds = [memory.kind for memory in device.addressable_memories()]
@@ -51,7 +51,7 @@ def follows_policy(settings: TrainSettings) -> bool:
 
 
 def to_memory(params: Params | None, memory: str) -> Any:
-  """Moves a reference to its memory; None and {} (with adapters) stay."""
+  """Moves a reference to its memory; None and {} (for LoRA) need no move."""
   kind = REFERENCE_MEMORY[memory]
   if kind is None:
     return params
@@ -61,7 +61,7 @@ def to_memory(params: Params | None, memory: str) -> Any:
 
 
 def to_device(params: Params | None) -> PyTree:
-  """Moves a reference to the devices' memory; None and {} stay."""
+  """Moves a reference to the devices' memory; None and {} need no move."""
 
   def move(x):
     (kind,) = {d.default_memory().kind for d in x.sharding.addressable_devices}
@@ -83,7 +83,7 @@ def make_copy(shardings: PyTree) -> Callable[[Params], Params]:
 
 
 def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
-  """Raises ValueError if an example lacks a field of `reference_prompt`."""
+  """Raises ValueError if an example lacks a field of model.reference_prompt."""
   template = settings.model.reference_prompt
   missing = tokenization.fields(template) - example.keys()
   if missing:
@@ -95,7 +95,7 @@ def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
 
 
 def hinted(template: str, example: Mapping[str, Any]) -> Any:
-  """Returns the reference's prompt, including the reset's observation."""
+  """Returns the reference's prompt; it includes the reset's observation."""
   prompt = example.get(READ, example["prompt"])
   values = {
     name: example.get(name, "") for name in tokenization.fields(template)
@@ -111,9 +111,9 @@ def hinted(template: str, example: Mapping[str, Any]) -> Any:
 def make_read_prompts(
   settings: TrainSettings, policy: Policy, mesh: Mesh
 ) -> Callable[[Sequence[Mapping[str, Any]]], Prompts] | None:
-  """Returns `examples -> prompts` of the reference; None without own prompts.
+  """Returns a function from examples to the reference's prompts.
 
-  Prompts have the policy's format and tokens; missing fields are empty.
+  None if the reference has the policy's prompts. Missing fields are empty.
   """
   template = settings.model.reference_prompt
   if not template:
@@ -122,7 +122,7 @@ def make_read_prompts(
 
   def read_prompts(examples: Sequence[Mapping[str, Any]]) -> Prompts:
     rows = [encode(hinted(template, example))[1] for example in examples]
-    size = -(-max(map(len, rows)) // _MULTIPLE) * _MULTIPLE  # few programs
+    size = -(-max(map(len, rows)) // _MULTIPLE) * _MULTIPLE
     prompts = prompts_lib.padded(rows, size, policy.pad_id)
     return meshes.place(prompts, mesh, "batch")
 
@@ -132,7 +132,7 @@ def make_read_prompts(
 def make_update_reference(
   settings: TrainSettings, shardings: TrainState
 ) -> Callable[[TrainState], TrainState]:
-  """Returns a function that updates a state's reference, if any, when due."""
+  """Returns a function that updates a moving reference when it is due."""
   every = settings.model.reference_every
   mix = settings.model.reference_mix
 

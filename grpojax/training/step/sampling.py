@@ -1,9 +1,8 @@
 """Sampling of a step's completions: compiled programs and their devices.
 
-On CPUs two threads sample half of a batch each. Most operations of a small
-model's decoding are too short for several threads, and XLA runs independent
-operations of a program, and the programs of a thread, sequentially: a single
-program would leave the other cores idle.
+On a CPU two threads sample half of a batch each. Most operations of a small
+model are too short for several cores, and XLA runs the operations of a program,
+and the programs of a thread, one at a time: one program would use one core.
 """
 
 import contextlib
@@ -31,18 +30,18 @@ from grpojax.training.step import episodes
 from grpojax.training.step.episodes import Sampled
 
 LARGEST_HALVED = 32 * 2**20
-"""Bytes of weights above which a single program keeps both cores busy, and
-reading the weights twice is slower."""
+"""Maximum bytes of weights for sampling in halves. Larger weights keep several
+cores busy in one program, and the two halves would read them twice."""
 
 Sampler = Callable[..., Rollout]
 """`(params, prompts, key, *first_prompt) -> Rollout`; `first_prompt`, 0 by
-default, is the number of the first prompt among all prompts with this key."""
+default, is the index of the first prompt among all prompts with this key."""
 
 
 def split_prompts(
   prompts: Prompts, first: Int[Array, ""] | int = 0, *, parts: int
 ) -> list[tuple[Prompts, Int[Array, ""]]]:
-  """Splits a batch into equal parts with the numbers of their first prompts."""
+  """Splits a batch into equal parts with the indices of their first prompts."""
   rows = prompts.prompt_ids.shape[0] // parts
 
   def part(start):
@@ -67,30 +66,30 @@ def halves_pay(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
   """Returns True if sampling `rows` prompts in two halves is faster."""
   one_cpu = [device.platform for device in devices] == ["cpu"]
   # Synchronous dispatch would finish the first half before the second starts.
-  dispatches = jax.config.values.get("jax_cpu_enable_async_dispatch", True)
+  overlaps = jax.config.values.get("jax_cpu_enable_async_dispatch", True)
   size = sum(x.nbytes for x in jax.tree.leaves(weights))
   fits = rows % 2 == 0 and size <= LARGEST_HALVED
-  return one_cpu and dispatches and (os.cpu_count() or 1) > 1 and fits
+  return one_cpu and overlaps and (os.cpu_count() or 1) > 1 and fits
 
 
 def sample_halves(program: Sampler, mesh: jax.sharding.Mesh | None) -> Sampler:
-  """Returns a sampler that runs a `sampler_program`, in halves if faster."""
+  """Returns a sampler that runs a program, in two halves if that is faster."""
   split = jax.jit(functools.partial(split_prompts, parts=2))
   join = jax.jit(join_rollouts)
   devices = list(mesh.devices.flat) if mesh else jax.devices()[:1]
 
   def sampler(params: Params, prompts: Prompts, key: Array, *first: Array):
-    weights = program.args, params  # frozen and trained
+    weights = program.args, params  # frozen weights, and trained ones
     if not halves_pay(weights, prompts.prompt_ids.shape[0], devices):
       return program(params, prompts, key, *first)
     (prompts_1, first_1), (prompts_2, first_2) = split(prompts, *first)
 
-    def second_half():  # each thread has to set its mesh
+    def second_half():  # a mesh is set per thread
       with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         return program(params, prompts_2, key, first_2)
 
     with ThreadPoolExecutor(1) as thread:
-      half = program(params, prompts_1, key, first_1)  # compiles for both
+      half = program(params, prompts_1, key, first_1)  # compiles the program
       return join([half, thread.submit(second_half).result()])
 
   return sampler
@@ -104,7 +103,7 @@ def sampler_program(
   budgets: Callable[[Prompts], jax.Array] | None = None,
   record_experts: bool = False,
 ):
-  """Compiles `(params, prompts, key, first_prompt=0) -> Rollout`.
+  """Compiles a sampler, `(params, prompts, key, first_prompt=0) -> Rollout`.
 
   `budgets(prompts)` [B, G] limits the tokens of each sample; the default is
   `sampling.max_new_tokens`. See `rollout` for `record_experts`.
@@ -134,9 +133,9 @@ def with_result_shardings(
 ):
   """Pins the results of a `sampler_program` to the sampling mesh.
 
-  With parameters on another mesh, XLA (Shardy) may confuse the two meshes if
-  the sharding of a result is only a constraint. `args` are the program's
-  arguments, or their shapes; the mesh must be in context.
+  If parameters are on another mesh, and the sharding of a result is only a
+  constraint, XLA (Shardy) may confuse the two meshes. `args` are the program's
+  arguments, or their shapes; `jax.set_mesh(mesh)` must be active.
   """
   shardings = meshes.map_rows(
     lambda x, *names: meshes.activation_sharding(mesh, x.shape, *names),
@@ -169,11 +168,11 @@ def on_sampling_mesh(
   """Returns a sampler on `sampling_mesh` for arrays on the training mesh.
 
   JAX cannot combine arrays of two meshes, so prompts and samples are moved. The
-  program itself casts and moves parameters (`LM.prepare`), unless separate
-  sampling devices already have them (`moved_params`).
+  program itself casts and moves parameters (`LM.prepare`), except to separate
+  sampling devices, which already have them (`moved_params`).
   """
-  samplers = {}  # by the number of prompts
-  # Separate devices get their copy of frozen weights once, not at each call.
+  samplers = {}  # sampler for each number of prompts
+  # Separate devices get a copy of the frozen weights once, not at each call.
   if not set(sampling_mesh.devices.flat) & set(mesh.devices.flat):
     shardings = sharding.shardings(program.args, sampling_mesh)
     frozen = jax.device_put(program.args, shardings)
@@ -208,8 +207,8 @@ def make_sampler(
 ) -> Callable[..., Sampled]:
   """Returns a function that samples completions, or plays an environment.
 
-  It is `(params, prompts, examples, key, check_signals) -> Sampled`, on a mesh
-  (None is one device).
+  It is `(params, prompts, examples, key, check_signals) -> Sampled`, on one
+  device if `mesh` is None.
   """
   if environment is not None:
     player = episodes.make_player(

@@ -1,4 +1,4 @@
-r"""Rewards of a rollout: functions of text, and a reward model.
+r"""Rewards of a rollout, by functions of text and by a reward model.
 
     rollout -> texts -> functions in worker processes --+
                    \--> reward model on the devices ----+--> GroupRewards [B, G]
@@ -40,7 +40,7 @@ from grpojax.training.step.batch import aggregation
 from grpojax.training.step.episodes import Sampled
 
 MODEL = "reward.model"
-"""Name of the reward model; function names contain no dot."""
+"""Name of the reward model among the functions, whose names have no dot."""
 
 SHORTEST = 128  # smallest padded length of a reward model's rows, in tokens
 ROWS = 8  # sequences per device in a batch of the reward model
@@ -55,14 +55,14 @@ class RewardPool(NamedTuple):
   pool: Pool  # reward functions, in worker processes or in this process
   model: Model | None = None  # `(examples, texts) -> [B, G]`
   model_weight: float = 1.0
-  # Function that decides if answers are correct, by data set; default: first
+  # Function that decides if an answer is correct, per data set; default: first
   judges: Mapping[str, str] = {}
   environment: EnvironmentPool | None = None
   failed_reward: float = math.nan  # if the environment fails; NaN: no reward
 
 
 def reward_options(settings: TrainSettings) -> dict[str, Any]:
-  """Returns the functions' keyword arguments, with `reward.thinking`."""
+  """Returns the functions' options; answer readers get `reward.thinking`."""
   reward = settings.reward
   readers = set(functions.READ_ANSWERS).intersection(reward.functions)
   thinking = {"thinking": list(reward.thinking)}
@@ -79,7 +79,7 @@ def resolve_functions(settings: TrainSettings) -> list[functions.Reward]:
 def check_columns(
   settings: TrainSettings, rewards: Sequence[functions.Reward], split: Any
 ) -> None:
-  """Raises ValueError if the first example of a data set lacks a column."""
+  """Raises ValueError if a data set's first example lacks a needed column."""
   parts = split.parts or {"": split}
   only = mixtures.scored_by(settings)
   names = settings.reward.functions
@@ -104,7 +104,7 @@ def with_step(
 
 
 def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
-  """Returns a chat or, without a chat template, the joined texts."""
+  """Returns a prompt and completion as a chat; as text without a template."""
   if not tokenizer.chat_template:
     return example["prompt_text"] + text
   prompt = example.get(READ, example["prompt"])
@@ -119,7 +119,7 @@ def open_model(
   """Loads the reward model, if any, onto a mesh.
 
   Texts beyond the policy's limits lose their beginning. data.special_tokens
-  applies, so that no completion can end its turn and continue as the user.
+  applies, so that a completion cannot end its turn and continue as the user.
   ValueError unless the model is a sequence classifier with one label.
   """
   path = hub_pins.pinned(settings, settings.reward.model)
@@ -145,8 +145,8 @@ def open_model(
     special_tokens=settings.data.special_tokens,
     date=settings.data.template_options.get("date_string"),
   )
-  # Each length compiles a program, so they are powers of two, with room for
-  # the markers of turns.
+  # Each length compiles a program, so lengths double. The last one leaves room
+  # for the markers of turns.
   lengths = [SHORTEST]
   while lengths[-1] < longest + new_tokens + SHORTEST:
     lengths.append(2 * lengths[-1])
@@ -175,7 +175,7 @@ def open_model(
 def open_reward_pool(
   settings: TrainSettings, model: Model | None = None
 ) -> Iterator[RewardPool]:
-  """Starts the reward functions and the environment; ends their processes."""
+  """Runs reward functions and environment; ends their processes on exit."""
   reward = settings.reward
   environment = None
   with contextlib.ExitStack() as stack:
@@ -205,7 +205,7 @@ class PendingRewards(NamedTuple):
   prompts: int  # number of prompts in all processes
   texts: Texts  # completions of this process's prompts
   pending: Submission
-  transcripts: list[list[episodes.Transcript]] | None = None  # of `Sampled`
+  transcripts: list[list[episodes.Transcript]] | None = None  # as in `Sampled`
 
 
 def submit_rollout(
@@ -216,8 +216,8 @@ def submit_rollout(
 ) -> PendingRewards:
   """Decodes this process's completions and submits them to the functions.
 
-  It runs no program on the devices, which may be sampling the next part. Rows
-  of the rollout beyond the examples are padding.
+  This runs on the host alone, since the devices may be sampling the next part.
+  Rows of the rollout beyond the examples are padding.
   """
   rollout = sampled.rollout.replace(**meshes.fetch(sampled.read))
   rows = distributed.my_rows(len(examples))
@@ -242,10 +242,10 @@ def collect_rewards(
   check_signals: Callable[[], None],
   every_text: bool = False,
 ) -> tuple[Texts, GroupRewards]:
-  """Waits for the rewards of a batch in all processes.
+  """Waits for a batch's rewards; returns completions [B][G] and rewards.
 
-  Returns the completions [B][G] of this process, or with `every_text` of all
-  processes, and the rewards.
+  Rewards are of all processes. Completions are of this process, unless
+  `every_text` is True or there is a reward model.
   """
   texts = own_texts = [group for part in parts for group in part.texts]
   sizes = [part.prompts for part in parts]
@@ -272,7 +272,7 @@ def fail_episodes(
   texts: Sequence[Sequence[str]],
   reward: float,
 ) -> GroupRewards:
-  """Sets `reward` and the reason for trajectories with a failed environment."""
+  """Gives trajectories with a failed environment `reward` and the reason."""
   new = _map_arrays(np.copy, rewards)
   failures = [[[*failed] for failed in group] for group in rewards.failures]
   for b, g in np.ndindex(new.failed.shape):
@@ -309,15 +309,15 @@ def _batch_order(sizes: Sequence[int]) -> Int[np.ndarray, "B"]:
     for process in range(distributed.count())
     for part in parts
   ]
-  # The inverse permutation: place of each batch row in the gathered rows.
+  # The inverse permutation: index of each batch row in the gathered rows.
   return np.argsort(np.concatenate(by_process))
 
 
 def gather_rows(local: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
   """Gathers JSON rows of all processes, in batch order.
 
-  `local` are this process's rows, part after part; `sizes` are the numbers of
-  prompts per part in all processes.
+  `local` are this process's rows, part after part; `sizes` are the parts'
+  numbers of prompts in all processes together.
   """
   rows = [row for rows in distributed.gather(list(local)) for row in rows]
   return [rows[i] for i in _batch_order(sizes)]
@@ -329,7 +329,7 @@ def _gather_rewards(
   if not distributed.several():
     return rewards
 
-  def array(rows):  # may be empty, if the batch is short
+  def array(rows):  # a process may have no rows of a short batch
     parsed = np.array(rows, np.float64).reshape(-1, rewards.rewards.shape[1])
     return pool_lib.exact_enough(parsed)
 
@@ -343,7 +343,7 @@ def _gather_rewards(
       ],
     )
 
-  # JSON keeps no types of arrays, so `parse` restores them.
+  # JSON loses the types of arrays, so `parse` restores them.
   fields = distributed.gather(_map_arrays(np.ndarray.tolist, rewards))
   return take_groups(join_groups(map(parse, fields)), _batch_order(sizes))
 
@@ -365,7 +365,7 @@ def _map_arrays(function: Callable[..., Any], *parts: GroupRewards):
 def take_groups(
   rewards: GroupRewards, rows: Int[np.ndarray, "B"]
 ) -> GroupRewards:
-  """Selects groups by index."""
+  """Returns the rewards of the groups with these indices."""
   taken = _map_arrays(lambda x: x[rows], rewards)
   return taken._replace(failures=[rewards.failures[row] for row in rows])
 
@@ -395,8 +395,8 @@ def add_model(
 ) -> GroupRewards:
   """Adds a reward model's rewards, as values of a function `MODEL`.
 
-  Functions that abstain count as 0. Non-finite and too large rewards are
-  failures.
+  If all functions abstain, their sum counts as 0. A reward of the model that is
+  not finite or too large is a failure.
   """
   by_model = by_model.astype(np.float32)
   finite = np.abs(by_model) <= LARGEST
@@ -427,11 +427,10 @@ def stack_values(rewards: GroupRewards) -> Float[np.ndarray, "K B G"]:
 def place_rewards(
   settings: TrainSettings, rewards: GroupRewards, mesh: jax.sharding.Mesh
 ) -> tuple[Float[jax.Array, "B G"], Float[jax.Array, "K B G"] | None]:
-  """Places rewards on a mesh, and the functions' values if aggregated.
+  """Places rewards on a mesh, and the values per function (None if summed).
 
-  Values are None if only the sum is compared. If advantages only compare
-  rewards within groups, `in_float32` may shift them by group; `metrics` has the
-  mean of the original rewards.
+  If advantages only compare rewards within groups, `in_float32` may subtract an
+  offset from a group's rewards; `metrics` has the mean of the original ones.
   """
   values = None
   if aggregation(settings.reward) is not None:
@@ -450,28 +449,28 @@ def correctness(
   rewards: GroupRewards,
   examples: Sequence[Mapping[str, Any]],
 ) -> Float[np.ndarray, "B G"]:
-  """Returns the values of each data set's judge; 1 or more is correct."""
+  """Returns the values of the data sets' judges; 1 or more means correct."""
   judges = reward_pool.judges
   rows = []
   for i, example in enumerate(examples):
-    # The judge of the data set decides, or else the first function.
-    source = example.get(SOURCE)  # users' columns may have any type
+    # The data set's judge decides; without a judge, the first function does.
+    source = example.get(SOURCE)  # a user's column may have any type
     name = judges.get(source) if isinstance(source, str) else None
     rows.append(rewards.values[name or reward_pool.pool.names[0]][i])
   return np.stack(rows)
 
 
 def metrics(rewards: GroupRewards) -> dict[str, int | float]:
-  """Returns the metrics of the rewards by function.
+  """Returns the metrics of rewards, in total and per function.
 
   `rewards/NAME/mean` and `rewards/NAME/std` are over completions with a value;
   `logged/FUNCTION/NAME` is the mean of a number logged by a function. Two
   slashes keep users' names apart from other metrics. `reward_mean` and
-  `reward_std` are added if the devices have rounded rewards.
+  `reward_std` are added if the devices only have shifted or rounded rewards.
   """
   failures = groups.all_failures(rewards)
   row: dict[str, int | float] = {"reward_failures": len(failures)}
-  # The devices have shifted or rounded rewards, with inexact metrics.
+  # The devices' metrics of shifted or rounded rewards would be inexact.
   if rewards.rewards.dtype != np.float32:
     row["reward_mean"] = float(np.nanmean(rewards.rewards))
     row["reward_std"] = float(np.nanstd(rewards.rewards))
