@@ -29,7 +29,7 @@ def programs() -> dict[str, str]:
 _FIRST = """usage: grpojax PROGRAM [...], or python -m grpojax.PROGRAM [...]
 
 First steps:
-  grpojax train                   trains the embedded model, in minutes
+  grpojax train                   trains a bundled model in minutes
   grpojax evaluate runs/NAME      evaluates the model of a run
   grpojax train --help            explains all settings
 """

@@ -177,7 +177,7 @@ def test_unsuitable_texts_and_models_are_refused(tmp_path):
   "word, text",
   [
     ("--config.row=3", "--config.rows?"),
-    ("--config.tokenizer=bpe", "arithmetic has no bpe: use characters"),
+    ("--config.tokenizer=bpe", "not available for arithmetic: use characters"),
     ("--config.forget_low=0.5", "must not be below forget_low = 0.5"),
     ("--config.optim.warmup_steps=2200", "below steps"),
     ("--config.model.path=arithmetic-bose", "no model at"),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Chip(NamedTuple):
-  """Peak rates."""
+  """Peak rates and memory of a chip."""
 
   flops: float  # of bf16 matrix products, FLOP/s
   hbm_bytes: int  # of main memory; a TPU's runtime takes some of it
@@ -74,7 +74,7 @@ KINDS: dict[str, str] = {
   "NVIDIA H100": "h100",
   "NVIDIA H200": "h200",
 }
-"""Chips by prefix of a `jax.Device`'s `device_kind`; the longest counts."""
+"""Chips by prefix of `jax.Device.device_kind`; the longest prefix counts."""
 
 
 def of_kind(kind: str) -> Chip | None:

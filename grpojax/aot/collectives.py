@@ -8,7 +8,7 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 
 
 class Collective(NamedTuple):
-  """Collective; an all-reduce fused with a slice of it is a reduce-scatter."""
+  """Collective; an all-reduce of which only slices are used: reduce-scatter."""
 
   kind: str  # opcode: "all-gather", "reduce-scatter", ...
   bytes: int  # sent by each device in a run
@@ -20,12 +20,12 @@ class Collective(NamedTuple):
   asynchronous: bool = False  # True if other work may run at the same time
 
 
-# Share of an array sent by each of n devices on a ring, over (n - 1) / n: the
-# array is passed round in n pieces (Chan et al. 2007,
-# https://doi.org/10.1002/cpe.1206; scaling book, part 3). For all-to-all,
-# `roofline.collective_seconds` adds the forwarding by devices in between.
+# On a ring, each of n devices sends (n - 1) / n of an array in a round (Chan et
+# al. 2007, https://doi.org/10.1002/cpe.1206; scaling book, part 3). This is the
+# number of rounds. `roofline.collective_seconds` adds the forwarding by devices
+# in between to all-to-all.
 _ROUNDS = {
-  "all-gather": 1,  # of the gathered result; all other kinds of the operand
+  "all-gather": 1,  # of the gathered result; other kinds send the operand
   "all-reduce": 2,
   "all-to-all": 1,
   "ragged-all-to-all": 1,
@@ -118,7 +118,7 @@ def find(
   XLA:TPU splits a collective that overlaps a product into fusions (start,
   product, done) that share a chain_id. The first is counted, and its id added
   to `seen`. `inside` is the instruction by `memory.contents`; `caller` has the
-  entries of a `Collective` that all of them share.
+  fields that all its collectives share.
   """
   collectives = []
   repeated = set()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-  """Array of a value; tuples are flattened.
+  """Shape of an array; a tuple has a `Shape` for each of its arrays.
 
   Memory 0 is HBM; a TPU also has VMEM (1), SMEM, semaphores and the host's
   memory (5). TPUs store arrays in whole tiles: with layout {1,0:T(8,128)} the

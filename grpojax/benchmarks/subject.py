@@ -131,8 +131,8 @@ def steps(
 ) -> Rows:
   """Yields the metrics of steps with the reward `workloads.count_a`.
 
-  With reward.on_device, steps use their config's reward. `budgets` is as in
-  `step.sampling.sampler_program`: the largest lengths of completions.
+  With reward.on_device, steps use their config's reward. `budgets` returns the
+  largest lengths of a batch's completions; see `step.sampling.sampler_program`.
   """
   run = subject.run
   settings = run.settings

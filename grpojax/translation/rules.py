@@ -1,9 +1,9 @@
-"""Translation by a table with a row for each setting of another library.
+"""Translates another library's settings by a table with a row for each.
 
-Most rows name the setting of grpojax that takes the value; functions yield
-settings and notes that depend on several of theirs. The tables are in `trl` and
-`verl`, their shared rules at the end of this file. "Ours" and "theirs" are
-settings of grpojax and of the other library.
+Most rows name the grpojax setting that takes the value. A function translates
+settings that depend on each other. `trl` and `verl` have the tables; their
+shared rules are at the end of this file. "Our" settings are grpojax's, "their"
+settings the other library's.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from grpojax.runtime.terminal.trackers import TRACKERS
 
 
 class Setting(NamedTuple):
-  """A setting of ours."""
+  """A setting of grpojax."""
 
   name: str
   value: Any
@@ -26,11 +26,11 @@ class Setting(NamedTuple):
 
 
 class Note(NamedTuple):
-  """A sentence on the meaning of their setting here, or its absence."""
+  """A remark on a setting of theirs that differs or is missing in grpojax."""
 
-  theirs: str
+  theirs: str  # name of the setting
   text: str
-  missing: bool = False
+  missing: bool = False  # True if grpojax has no counterpart
   flag: str = ""  # flag required from the user, such as "model.path=MODEL"
 
 
@@ -60,19 +60,19 @@ class Row(NamedTuple):
   # Our value by their value, or a function of their value and all their
   # settings. Nothing is set if the result is None.
   value: "Mapping[Any, Any] | Callable[[Any, Theirs], Any] | None" = None
-  # Meaning of the value here: a sentence for all values but the default,
-  # sentences by value, or a function as in `value`.
+  # Meaning of the value in grpojax: a sentence for all values but the default,
+  # a sentence per value, or a function as in `value`.
   note: Text = ""
-  missing: Text = ""  # a note for values without a counterpart here
-  when: Sequence[str] = ()  # the row counts only if these settings are on
+  missing: Text = ""  # likewise, for values without a counterpart
+  when: Sequence[str] = ()  # use the row only if these settings are on
 
 
 class Sizes(NamedTuple):
-  """Sizes of batches here, with a step per generation."""
+  """Batch sizes in grpojax; a step here is one generation of samples there."""
 
   group_size: int
   prompts: int  # per step
-  cuts: int  # their updates per generation
+  splits: int  # number of updates per generation there
   minibatches: int  # our updates per generation, which keep groups whole
   updates: int  # optimizer updates per step, over all epochs
   steps: int | None  # of the run; None if it depends on the data
@@ -84,26 +84,26 @@ class Library(NamedTuple):
   name: str  # with version
   page: str  # our documentation of it
   table: Mapping[str, Row]  # by their names
-  always: Sequence[Setting | Note]  # for every file
+  always: Sequence[Setting | Note]  # added for every file
   unneeded: str  # pattern of names without effect on training
-  older: Mapping[str, str]  # prefixes of current names, by older prefix
+  older: Mapping[str, str]  # prefixes of current names, by outdated prefix
   sizes: "Callable[[Theirs], Sizes]"  # ValueError if the library refuses them
 
   def newer(self, name: str) -> str:
-    """Returns the name in the version of the table."""
+    """Returns the current name of a setting that may be outdated."""
     for older, newer in self.older.items():
       if name.startswith(older):
         return newer + name.removeprefix(older)
     return name
 
   def knows(self, name: str) -> bool:
-    """Returns True for names of the table, and for all names below them."""
+    """Returns True for names in the table and names below them (a.b for a)."""
     parts = self.newer(name).split(".")
     return any(".".join(parts[:n]) in self.table for n in range(len(parts) + 1))
 
 
 class Theirs(NamedTuple):
-  """Their settings in a file."""
+  """Settings of the other library, read from a file."""
 
   library: Library
   values: Mapping[str, Any]  # by name
@@ -146,7 +146,7 @@ class Theirs(NamedTuple):
 
 
 def translate(theirs: Theirs) -> Translation:
-  """Translates a file's values; ValueError for values the library refuses."""
+  """Translates settings; ValueError for values that their library refuses."""
   library = theirs.library
   theirs = theirs._replace(values=_checked(library, theirs.values))
   items = [*library.always]
@@ -178,7 +178,7 @@ def translate(theirs: Theirs) -> Translation:
 
 
 def _intended(library: Library, name: str) -> str:
-  """Returns the name in the table that a name misspells, or ""."""
+  """Returns the table's name of which `name` is a misspelling, or ""."""
   for near in difflib.get_close_matches(name, library.table, 1, 0.9):
     section, _, last = name.rpartition(".")
     other, _, near_last = near.rpartition(".")
@@ -192,7 +192,7 @@ def _intended(library: Library, name: str) -> str:
 def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
   """Returns a note on an expression whose value is unknown."""
   row = theirs.library.table.get(name, Row())
-  text = f"{theirs.unread[name]} is not a plain value: set it (now the default)"
+  text = f"{theirs.unread[name]} is not a plain value: set it (default is used)"
   if row.note and isinstance(row.note, str):
     text += f" ({row.note})"
   set_by = [x.name for x in settings if re.search(rf"\b{name}=", x.theirs)]
@@ -229,7 +229,7 @@ def _apply(row: Row, theirs: Theirs, name: str) -> Items:
 
 
 def _checked(library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns values by newer names, without nulls that mean the default.
+  """Returns values by current names, without nulls that mean the default.
 
   ValueError if a numeric setting is not a finite number.
   """
@@ -256,7 +256,7 @@ SAMPLED = "the loss uses the truncated distribution too"
 TOOLS = "write functions with type hints: environment.tools = ('file.py:f',)"
 TURNS = (
   "see environment.tool_format, .max_turns (always limited) and"
-  " .max_observation (tokens of answers); rewards see the last turn's text"
+  " .max_observation (tokens of a turn's answers); rewards see the last turn"
 )
 ENVIRONMENT = (
   "write environment.path = 'file.py' with step(state, action, example)"
@@ -281,8 +281,8 @@ max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
 def micro_batches(at_least: int, theirs: Theirs) -> int:
   """Returns the number of micro-batches of an update, which changes no result.
 
-  There are at least `at_least`, or fewer if micro-batches would have less than
-  `PART` completions, which is slow. ValueError for more than MAX_COMPLETIONS.
+  It is `at_least` or more, but micro-batches of fewer than `PART` completions
+  are slow and avoided. ValueError for more than MAX_COMPLETIONS.
   """
   sizes = theirs.sizes
   prompts = sizes.prompts // sizes.minibatches
@@ -299,7 +299,7 @@ def micro_batches(at_least: int, theirs: Theirs) -> int:
 
 
 def steps(theirs: Theirs, name: str, epochs: str, limited: bool) -> Items:
-  """Translates the limit `name` of steps or, unless `limited`, `epochs`."""
+  """Translates the number of steps: `name` if `limited`, else `epochs`."""
   count = theirs.sizes.steps
   yield theirs.setting("steps", count or 100, name if limited else epochs)
   if count is None:
@@ -313,7 +313,7 @@ def stop_strings(theirs: Theirs, name: str) -> Items:
   strings = (value,) if isinstance(value, str) else tuple(map(str, value))
   if strings:
     yield theirs.setting("sampling.stop", strings, name)
-    text = f"rewards see the string in {theirs.library.name}, but not here"
+    text = f"rewards see the stop string in {theirs.library.name}, but not here"
     yield Note(name, text)
 
 
@@ -380,11 +380,11 @@ def data(theirs: Theirs, name: str) -> Items:
   if path.lower() in ("gsm8k", "openai/gsm8k"):
     yield theirs.setting("data.name", "gsm8k", name)
     return
-  of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)
+  is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)
   kind = "jsonl"
   if path.endswith(".parquet"):
     kind = "parquet"
-  elif of_hub and not path.endswith((".jsonl", ".json", ".csv")):
+  elif is_hub_name and not path.endswith((".jsonl", ".json", ".csv")):
     kind = "huggingface"
   yield Setting("data.name", kind)
   yield theirs.setting("data.path", path, name)
@@ -403,7 +403,7 @@ def first_file(name: str, files: Any) -> Iterator[Note]:
 
 
 def template_options(theirs: Theirs, name: str) -> Items:
-  """Translates keywords of the chat template: all names below, or JSON."""
+  """Translates keywords of the chat template, which may be JSON."""
   if isinstance(theirs[name], str):
     try:
       items = json.loads(theirs[name]).items()

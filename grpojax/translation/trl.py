@@ -1,4 +1,4 @@
-"""Translation of TRL's GRPOConfig, by `TABLE`.
+"""Translates TRL's GRPOConfig by `TABLE`.
 
 Sources: TRL 1.16 (trl/trainer/grpo_config.py, grpo_trainer.py and its scripts)
 and, for epochs and learning rates, transformers 5 (trainer.py,
@@ -33,8 +33,8 @@ def _sizes(theirs: Theirs) -> rules.Sizes:
       f" and of {micro_batch}: change --processes or the sizes"
     )
   prompts = samples // group_size
-  cuts = samples // per_update
-  minibatches = math.gcd(cuts, prompts)
+  splits = samples // per_update
+  minibatches = math.gcd(splits, prompts)
   updates = minibatches * theirs["num_iterations"]
   total = theirs["max_steps"] if theirs["max_steps"] > 0 else None
   if total is None and theirs.examples is not None:
@@ -42,7 +42,7 @@ def _sizes(theirs: Theirs) -> rules.Sizes:
     per_epoch = max(theirs.examples // prompts * updates, 1)
     total = math.ceil(theirs["num_train_epochs"] * per_epoch)
   steps = None if total is None else max(math.ceil(total / updates), 1)
-  return rules.Sizes(group_size, prompts, cuts, minibatches, updates, steps)
+  return rules.Sizes(group_size, prompts, splits, minibatches, updates, steps)
 
 
 def _batch(theirs: Theirs, name: str) -> Items:
@@ -52,10 +52,10 @@ def _batch(theirs: Theirs, name: str) -> Items:
   comment += f", --processes={theirs.processes}: "
   comment += f"{sizes.prompts * sizes.group_size} completions per generation"
   yield Setting("batch_size", sizes.prompts, comment)
-  comment = f"updates per generation: {sizes.cuts}"
+  comment = f"updates per generation: {sizes.splits}"
   yield Setting("optim.minibatches", sizes.minibatches, comment)
-  if sizes.minibatches != sizes.cuts:
-    text = f"TRL splits groups over {sizes.cuts} updates, but here"
+  if sizes.minibatches != sizes.splits:
+    text = f"TRL splits groups over {sizes.splits} updates, but here"
     text += f" {sizes.minibatches} minibatches have whole groups"
     yield Note(name, text)
 
@@ -65,7 +65,7 @@ def _steps(theirs: Theirs, name: str) -> Items:
   yield from rules.steps(theirs, name, "num_train_epochs", limited)
   updates = theirs.sizes.updates
   if updates > 1:
-    text = f"a step here is {updates} optimizer updates, TRL's steps"
+    text = f"a step here is {updates} optimizer updates, which are steps in TRL"
     yield Note(name if limited else "num_train_epochs", text)
 
 
@@ -94,7 +94,7 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     return
   weights = theirs["reward_weights"] or [1.0] * len(names)
   if len(weights) != len(names) and name not in theirs.unread:
-    raise ValueError(f"reward_weights: TRL needs one for each of {name}")
+    raise ValueError(f"reward_weights: TRL needs a weight for each of {name}")
   functions = {}
   for function, weight in zip(names, weights, strict=False):
     if "/" in function and ":" not in function:  # a model on the Hub
@@ -178,9 +178,9 @@ def _loss(theirs: Theirs, name: str) -> Items:
   yield theirs.setting("loss.weighting", weighting, name)
   yield theirs.setting("loss.ratio", ratio or f"{level}_ratio", _LEVEL)
   if weighting != "token_mean" and theirs["mask_truncated_completions"]:
-    yield Note(name, "TRL also counts fully masked completions")
+    yield Note(name, "TRL's mean also counts fully masked completions")
   if kind in ("dapo", "cispo", "vespo") and theirs.sizes.minibatches > 1:
-    text = "divides by the tokens of the update, in TRL by their mean"
+    text = "divides by the update's number of tokens, in TRL by the mean number"
     yield Note(name, f"{text} per update")
 
 
@@ -209,8 +209,8 @@ def _advantage(theirs: Theirs, name: str) -> Items:
     return
   yield theirs.setting("advantage", advantages[scale], name)
   if scale == "batch":
-    text = "divides by the deviation of rewards less their group's mean, in"
-    text += " TRL by the larger deviation of rewards"
+    text = "divides by the deviation of rewards minus their group's mean, in"
+    text += " TRL by the deviation of rewards, which is larger"
     yield Note(name, text)
 
 
@@ -297,7 +297,7 @@ TABLE = {
     lambda x, t: "FILE.py:CLASS" if "environment_factory" in t.unread else x,
     note=f"its get_reward is the reward `environment`; {rules.TURNS}",
   ),
-  "max_tool_calling_iterations": Row(  # after the first turn
+  "max_tool_calling_iterations": Row(  # does not count the first turn
     None,
     "environment.max_turns",
     lambda x, _: None if x is None else max(x, 0) + 1,

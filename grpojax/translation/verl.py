@@ -1,4 +1,4 @@
-"""Translation of verl's trainer configuration, by `TABLE`.
+"""Translates verl's trainer configuration by `TABLE`.
 
 Source: verl 0.9 (verl/trainer/config/ppo_trainer.yaml, core_algos.py).
 `grpojax/core/losses/README.md` lists which numbers agree.
@@ -36,10 +36,10 @@ def _sizes(theirs: Theirs) -> rules.Sizes:
   name = f"{ACTOR}.ppo_mini_batch_size"
   size = theirs[name]
   if size > prompts:
-    text = f"verl refuses more than data.train_batch_size = {prompts}"
+    text = f"verl allows at most data.train_batch_size = {prompts}"
     raise ValueError(f"{name} = {size}: {text}")
-  cuts = math.ceil(prompts / size)
-  minibatches = math.gcd(cuts, prompts)  # of equal size, unlike verl's
+  splits = math.ceil(prompts / size)
+  minibatches = math.gcd(splits, prompts)  # of equal size, unlike verl's
   updates = minibatches * theirs[f"{ACTOR}.ppo_epochs"]
   steps = None
   if theirs["trainer.total_training_steps"]:
@@ -48,7 +48,7 @@ def _sizes(theirs: Theirs) -> rules.Sizes:
     per_epoch = theirs.examples // prompts
     steps = max(int(per_epoch * theirs["trainer.total_epochs"]), 1)
   group_size = theirs[f"{ROLLOUT}.n"]
-  return rules.Sizes(group_size, prompts, cuts, minibatches, updates, steps)
+  return rules.Sizes(group_size, prompts, splits, minibatches, updates, steps)
 
 
 def _rewards(theirs: Theirs, name: str) -> Items:
@@ -61,8 +61,8 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     kwargs = f"{REWARD}.reward_kwargs"
     yield from theirs.below(kwargs, f"reward.options.{label}")
   else:
-    text = "math_answer, while verl chooses by data_source: to use a function"
-    yield Note(name, f"{text} for verl set reward.functions = ('file.py:f',)")
+    text = "math_answer is used, while verl chooses by data_source: to use your"
+    yield Note(name, f"{text} function set reward.functions = ('file.py:f',)")
   if theirs[f"{BUFFER}.enable"]:
     weights["overlong"] = float(theirs[f"{BUFFER}.penalty_factor"])
     size = f"{BUFFER}.len"
@@ -72,7 +72,7 @@ def _rewards(theirs: Theirs, name: str) -> Items:
 
 
 def _turns(theirs: Theirs, name: str) -> Items:
-  """Translates limits of the model's turns, with user turns between them."""
+  """Translates the limits of assistant and user turns, which alternate."""
   user = f"{ROLLOUT}.multi_turn.max_user_turns"
   limits = [theirs[name], theirs[user] and theirs[user] + 1]
   if limits := [limit for limit in limits if limit]:
@@ -90,7 +90,7 @@ def _minibatches(theirs: Theirs, name: str) -> Items:
 
 
 def _micro_batches(value: int | None, theirs: Theirs) -> int:
-  """Converts the size of micro-batches to their number, by default 4."""
+  """Converts the size of micro-batches to their number, 4 if unset."""
   if not value:
     return rules.micro_batches(4, theirs)
   sizes = theirs.sizes
@@ -124,10 +124,10 @@ def _betas(theirs: Theirs, name: str) -> Items:
   yield theirs.setting("optim.b2", second, name)
 
 
-_WHITENS = "whitens over completions, in verl over tokens"
+_WHITENS = "advantages are whitened over completions, in verl over tokens"
 _UNBIASED = "the baseline excludes the completion's own reward, unlike verl's"
 _WEIGHTED = f"{_UNBIASED}; weights use (1 - p)^2"
-_GPG = "verl multiplies by samples / (samples with a nonzero reward)"
+_GPG = "verl also multiplies by samples / (samples with a nonzero reward)"
 _ADVANTAGES = {  # (ours, difference)
   "grpo": ("grpo", ""),
   "grpo_vectorized": ("grpo", ""),
@@ -249,7 +249,7 @@ def _bounds(theirs: Theirs, name: str) -> tuple[float | None, float]:
 def _correct(
   theirs: Theirs, name: str, kind: str, low: float, high: float
 ) -> Items:
-  """Yields the settings of a correction by `name` and its threshold."""
+  """Yields the settings of a correction, translated from setting `name`."""
   limit = f"{name}_threshold"
   yield theirs.setting("loss.correction", kind, name)
   yield theirs.setting("loss.correction_low", low, limit)
@@ -276,7 +276,7 @@ def _rejection(theirs: Theirs, name: str) -> Items:
   if theirs[f"{CORRECTION}.rollout_is"] in ("token", "sequence"):
     text = "ignored with rollout_is: only one loss.correction is available"
   elif kind != "seq_mean_k1":
-    text = f"{kind!r}: only seq_mean_k1 is known (geometric_mask)"
+    text = f"{kind!r}: only seq_mean_k1 has a counterpart (geometric_mask)"
   if text:
     yield Note(name, text, missing=True)
     return
@@ -285,7 +285,7 @@ def _rejection(theirs: Theirs, name: str) -> Items:
     low = 1 / high
   if not 0 < (low or 0.0) <= high < math.inf:
     raise ValueError(_BAD_BOUNDS.format(limit, theirs[limit]))
-  # verl bounds the inverse ratio, sampler / trainer.
+  # verl bounds the inverse ratio, rollout / trainer.
   yield from _correct(theirs, name, "geometric_mask", 1 / high, 1 / low)
   yield Note(name, "verl also excludes rejected tokens from the mean")
 
@@ -309,7 +309,7 @@ _ROWS = {  # names without a leading "actor_rollout_ref."
   "model.lora_alpha": Row(16, "lora.alpha", when=[f"{MODEL}.lora_rank"]),
   "model.target_modules": Row("all-linear", rules.lora_targets),
   "model.enable_gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
-  "ref.fsdp_config.param_offload": Row(  # not if the full KL reads it
+  "ref.fsdp_config.param_offload": Row(  # the full KL needs it on the device
     False,
     "model.reference",
     lambda x, t: "host" if x and t[KL_TYPE] != "full" else None,

@@ -16,7 +16,7 @@ WIDTH = 80
 
 
 def _typed(setting: Setting, default: Any) -> Any:
-  """Converts a setting's value to the type of its default, unless that is None.
+  """Converts a setting's value to the type of its default, if not None.
 
   ValueError if the types differ, or the value is not a literal.
   """
@@ -32,21 +32,22 @@ def _typed(setting: Setting, default: Any) -> Any:
   if is_plain and (default is None or type(value) is kind):
     return value
   source = setting.theirs or setting.name
-  raise ValueError(f"{source}: {setting.name} cannot be {value!r}")
+  raise ValueError(f"{source}: {setting.name} cannot be {value!r}: change it")
 
 
 def _settled(
   translation: Translation,
 ) -> tuple[dict[str, Setting], dict[str, dict[str, Any]]]:
-  """Returns settings in the order of --help, and dicts of free sections.
+  """Returns the settings to write, and the values of each free section.
 
-  Defaults are omitted unless the file sets them. ValueError as in `_typed`.
+  Settings are in the order of --help. Defaults are omitted unless the file sets
+  them. ValueError as in `_typed`.
   """
-  known = configs.flatten(default_config())
+  defaults = configs.flatten(default_config())
   free = settings.free_sections(SETTINGS)
   by_name = {
     setting.name: setting._replace(
-      value=_typed(setting, known.get(setting.name))
+      value=_typed(setting, defaults.get(setting.name))
     )
     for setting in translation.settings
   }
@@ -57,7 +58,7 @@ def _settled(
   for name in sorted(by_name, key=lambda x: rank.get(x, len(rank))):
     setting = by_name[name]
     is_set = setting.theirs and "(default)" not in setting.theirs
-    if setting.value == known.get(name) and not is_set:
+    if setting.value == defaults.get(name) and not is_set:
       continue
     section = next((s for s in free if settings.is_free(name, [s])), None)
     if section is None:
@@ -82,7 +83,8 @@ def config_of(translation: Translation) -> ConfigDict:
 
 
 def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
-  """Returns a text as comment lines, without characters that end a line."""
+  """Wraps a text as comment lines, the first of which starts with `first`."""
+  # Line breaks and control characters would end the comment.
   clean = "".join(c if c.isprintable() else " " for c in text)
   clean = " ".join(clean.split())
   width = WIDTH - len(indent) - 2
@@ -119,7 +121,7 @@ def command(translation: Translation, config: str) -> str:
 
 
 def config_file(translation: Translation, source: str) -> str:
-  """Returns the config file for a file `source`; ValueError as in `_typed`."""
+  """Returns a config file's text, from `source`; ValueError as in `_typed`."""
   fixed, nested = _settled(translation)
   notes = translation.notes
   unneeded = "; ".join(translation.unneeded)
@@ -128,8 +130,8 @@ def config_file(translation: Translation, source: str) -> str:
     "",
     *_comment(
       f"From {source} for {translation.library}, by python -m"
-      " grpojax.translate. Comments are settings of this library; (default)"
-      " marks its defaults."
+      " grpojax.translate. Comments name the settings of the other library;"
+      " (default) marks its defaults."
     ),
     "#",
     *(f"# {x}" for x in command(translation, "THIS_FILE").splitlines()),

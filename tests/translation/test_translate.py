@@ -258,7 +258,7 @@ def test_differences_to_trl_are_noted(tmp_path):
   assert leaves["advantage"] == "batch_std"
   assert leaves["log.trackers"] == ("wandb",)
   notes = [note.text for note in x.notes]
-  assert any("less their group's mean" in text for text in notes)
+  assert any("minus their group's mean" in text for text in notes)
   (tracker,) = [text for text in notes if "log.trackers=file.py" in text]
   assert "'mlflow'" in tracker
   masked = "mask_truncated_completions: true\nloss_type: {}\n"
@@ -366,14 +366,14 @@ BAD = {
     ),
     (
       f"{ACTOR}.ppo_mini_batch_size: 4096",
-      "4096: verl refuses more than data.train_batch_size = 1024",
+      "4096: verl allows at most data.train_batch_size = 1024",
     ),
     (
       "data.train_batch_size: 2147483647",
       "completions is over 1048576: check the sizes",
     ),
     ("beta: 0\nchat_template_kwargs: '{a'", "'{a' is not JSON"),
-    ("reward_funcs: [a, b]\nreward_weights: [1]", "one for each of"),
+    ("reward_funcs: [a, b]\nreward_weights: [1]", "a weight for each of"),
     ("report_to: 5\nbeta: 0", "a value has a type that TRL"),
     *(
       (
@@ -503,7 +503,7 @@ def test_invalid_configs_are_written_and_reported(tmp_path, capsys):
 
 
 def test_wrong_command_lines():
-  with pytest.raises(SystemExit, match="FILE is missing: a .yaml"):
+  with pytest.raises(SystemExit, match="give FILE: a .yaml"):
     translate.main([])
   with pytest.raises(SystemExit, match="nowhere.yaml: No such file"):
     translate.main(["nowhere.yaml"])
