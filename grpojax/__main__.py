@@ -36,7 +36,7 @@ First steps:
 
 
 def usage() -> str:
-  """Returns the first steps and a line per program."""
+  """Returns the text of --help: first steps, and a line per program."""
   by_name = programs()
   width = max(map(len, by_name))
   lines = {

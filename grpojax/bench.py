@@ -14,9 +14,9 @@ sizes of SmolLM2-135M. The field "variant" lists the settings you change
 --config=FILE times steps of any training config with random weights: of the
 model it reads only config.json. Prompts are random and have
 data.max_prompt_length tokens; completions have sampling.max_new_tokens. It
-prints a table of seconds by part, tokens per second, and FLOPs of matrix
-products (without attention). Their share of the devices' peak follows; a CPU's
-peak is measured at the start.
+prints a table: seconds by part, tokens per second, FLOPs of matrix products
+(without attention), and the FLOPs' share of the devices' peak, which on CPUs is
+measured at the start.
 
 Steps in which other processes took at least 8% of the CPUs do not count, unless
 this holds for all steps. Standard error shows the progress.

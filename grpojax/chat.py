@@ -141,7 +141,7 @@ def _fit_prompt(
 ) -> TrainSettings:
   """Doubles data.max_prompt_length until the example's prompt fits.
 
-  Doubling compiles few sizes. ValueError if the model has too few positions.
+  Few sizes are compiled this way. ValueError if the model lacks positions.
   """
   _, ids = prompts.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
@@ -245,7 +245,7 @@ def talk(
 def _set_up(
   settings: TrainSettings, flags: ConfigDict, stack: contextlib.ExitStack
 ) -> tuple[Speaker, dict[str, Any] | None, bool]:
-  """Returns the speaker, the only example or None, and True to read turns.
+  """Returns the speaker, the example to ask (or None), and True to read turns.
 
   All errors are raised before compilation.
   """
@@ -299,7 +299,7 @@ def _ask_once(speaker: Speaker, example: dict[str, Any]) -> None:
   """Prints answers to an example; with rewards also prompt and right answer."""
   pool = speaker.reward_pool
   if pool is not None:
-    steps = speaker.settings.steps  # rewards may depend on the step: the last
+    steps = speaker.settings.steps  # for rewards that depend on the step
     (example,) = scoring.with_step(pool.pool, [example], steps, steps)
   prompt, answers = ask(speaker, example)
   if pool is not None:

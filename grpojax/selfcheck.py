@@ -145,7 +145,7 @@ def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
 
 
 def logprobs(dtype: Any) -> np.ndarray:
-  """Returns log-probabilities [B, G, T] of random ids under the `MODEL`."""
+  """Returns log-probabilities [B, G, T] of random ids under `MODEL`."""
   lm, params = hf.load(MODEL, dtype=dtype)
   rng = np.random.default_rng(0)
   prompts = rng.integers(3, 13, (4, 8))
@@ -167,7 +167,7 @@ def check_parity() -> Iterator[Row]:
 
 def check_attention() -> Iterator[Row]:
   """Compares attention in blocks and in kernels with plain attention."""
-  # Prompts, samples, KV heads, queries per KV head, tokens, head size, prompt
+  # Prompts, samples, KV heads, queries per head, tokens, head size, prompt size
   b, g, k, r, s, e, p = 1, 2, 2, 2, 512, 64, 128
   shapes = [(b, g, k, r, s, e), *[(b, g, k, s, e)] * 2, *[(b, k, p, e)] * 2]
   keys = jax.random.split(seed_key(0), 6)

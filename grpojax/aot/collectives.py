@@ -16,7 +16,7 @@ class Collective(NamedTuple):
   in_token_loop: bool
   group_size: int  # number of devices joined
   op_name: str  # origin in the traced program
-  name: str  # of the instruction
+  name: str  # instruction
   asynchronous: bool = False  # True if other work may run at the same time
 
 
@@ -67,7 +67,7 @@ def group_size(i: Instruction, devices: int) -> int:
   if text.startswith("mesh"):
     sizes, names = re.match(r"mesh\[(.*?)\].*?\{(.*?)\}", text).groups()
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", sizes))
-    # Names of axes, and sizes of those used in part
+    # Names of axes, with a size if only a part of the axis is used
     used = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", names)
     return math.prod(int(part or sizes[axis]) for axis, part in used)
   return devices
@@ -87,7 +87,7 @@ def _between_slices(
   if i.opcode != "send" or not kind:
     return None
   slices = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', i.attributes)
-  # A pair of devices, unless slices are listed
+  # Without a list of slices, the target is a pair of devices.
   size = slices[1].count(",") + 1 if slices else 2
   kind = kind[1].lower().replace("_", "-")
   array = sum(s.bytes for s in inside.shapes(i.operands[:1]))

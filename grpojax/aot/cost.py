@@ -73,10 +73,10 @@ class _Walk(NamedTuple):
   """State of the walk through a program, at a computation."""
 
   module: Module
-  token_loop_trips: int  # for loops of unknown trips
-  trips: int  # of the computation
-  token_loops: list[str]  # op_names; appended to
-  chains: set[str]  # ids of collectives in several parts; added to
+  token_loop_trips: int  # iterations of loops whose number is unknown
+  trips: int  # runs of the computation
+  token_loops: list[str]  # output: op_names of token loops
+  chains: set[str]  # output: ids of collectives that have several parts
   in_token_loop: bool = False
   constants: trips.State = {}  # of the loop around the computation
   op_name: str = ""  # of the caller, the default for instructions

@@ -32,8 +32,8 @@ class Step(NamedTuple):
 
   number: int  # from 0, including the warm-up
   row: Any  # metrics of the step
-  # Seconds by part; `total` (wall), `own_cpu` (this process), and `others`, the
-  # share of all CPUs used by other processes.
+  # Seconds of each part, of the step (`total`) and of this process's CPU time
+  # (`own_cpu`); `others` is the share of all CPUs that other processes used.
   seconds: dict[str, float]
   compiled: Sequence[float]  # seconds of each compilation
 
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 def timed(
   rows: Iterable[Any], count: int, parts: Mapping[str, str]
 ) -> list[Step]:
-  """Times `count` steps; `parts` maps names to metrics in seconds."""
+  """Times `count` steps; `parts` maps parts to their metrics in seconds."""
   compiled = compilation.seconds()
   steps = []
   before = 0
@@ -74,7 +74,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def quiet(steps: Sequence[Step]) -> tuple[list[Step], int]:
-  """Returns the quiet steps (all if none is quiet), and the number of these."""
+  """Returns the quiet steps (if none, all steps), and how many are quiet."""
   chosen = [step for step in steps if step.seconds["others"] < QUIET]
   return chosen or list(steps), len(chosen)
 

@@ -28,7 +28,7 @@ PARTS = {
 def measure_flops(dtype: Any, size: int = 2048) -> float:
   """Measures the FLOP/s of a square matrix product, the fastest of several."""
   product = jax.jit(lambda x: x @ x)
-  x = jnp.full((size, size), 1 / size, dtype)  # its own square
+  x = jnp.full((size, size), 1 / size, dtype)  # x @ x = x
   seconds = []
   jax.block_until_ready(product(x))  # compiles
   for _ in range(7):
@@ -52,7 +52,7 @@ def peak_flops(kind: str, count: int, dtype: Any) -> tuple[float, str]:
 
 
 def open_run(settings: TrainSettings) -> programs.Run:
-  """Opens a run like `open_shapes`, but host rewards become the benchmark's."""
+  """Opens a run as shapes; rewards on the host become the benchmark's."""
   if settings.reward.on_device:
     return open_shapes(settings)
   options = {"options": {}, "workers": 0, "model": ""}
@@ -84,10 +84,10 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   opened = subject.open_subject(run)
   prompts = subject.random_prompts(run)
   parts = PARTS
-  if run.settings.reward.on_device:  # a single program; prompts with targets
+  if run.settings.reward.on_device:  # one program; prompts need targets
     prompts = programs.data_prompts(run, opened.policy)
     parts = {}
-  with command_line.usage_errors():  # before anything compiles
+  with command_line.usage_errors():  # read the data before compiling
     by_step = list(itertools.islice(prompts, warmup + steps))
   rows = subject.steps(opened, by_step)
   all_steps = clock.timed(rows, warmup + steps, parts)
@@ -138,7 +138,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     "tokens_per_second": {
       p: sampled / median[p] for p in ("rollout", "step") if p in median
     },
-    "peak_memory_bytes": max(memory, default=None),  # of a device, if known
+    "peak_memory_bytes": max(memory, default=None),  # largest of all devices
     "peak_rss_bytes": clock.peak_rss_mib() * 2**20,
   }
 

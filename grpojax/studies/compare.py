@@ -108,7 +108,7 @@ def train_settings(
 
 
 def _first_runs(config: ConfigDict) -> list[TrainSettings]:
-  """Returns each arm's run with the first learning rate and seed."""
+  """Returns each arm's settings with the first learning rate and seed."""
   rate = config.learning_rates[0]
   return [train_settings(config, i, rate, 0) for i in range(len(config.arms))]
 
@@ -148,7 +148,7 @@ def _unreadable(config: ConfigDict) -> list[str]:
       continue
     checked.append(inputs)
     try:
-      with contextlib.redirect_stdout(None):  # this is also in the run's log
+      with contextlib.redirect_stdout(None):  # it is also in the run's log
         start.read_inputs(run, pathlib.Path(run.name))
     except ValueError as error:
       wrong.append(f"arm {arm!r}: {error}")
@@ -156,7 +156,7 @@ def _unreadable(config: ConfigDict) -> list[str]:
 
 
 def _budget(run: TrainSettings) -> tuple[tuple[int, int], set[float]]:
-  """Returns (completions, held-out problems), and the shares of evaluations."""
+  """Returns (completions, problems) and the shares of a run at evaluations."""
   samples = run.steps * batches.samples_per_step(run)
   evaluations = range(run.eval.every, run.steps, run.eval.every)
   return (samples, run.eval.num_prompts), {x / run.steps for x in evaluations}

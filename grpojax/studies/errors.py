@@ -335,7 +335,7 @@ def ratio_of_means(above: PromptMeans, below: PromptMeans) -> dict[str, float]:
   if scale <= 0:
     return dict.fromkeys(("mean", "low", "high"), float("nan"))
   ratio = above[0].mean() / scale
-  # To first order the ratio errs by the mean of a - ratio b, over that of b.
+  # To first order the ratio's error is mean(a - ratio b) / mean(b).
   residuals = (a - ratio * b for a, b in zip(above, below, strict=True))
   residual = mean_over_prompts(*residuals)
   half = (residual["high"] - residual["low"]) / (2 * scale)

@@ -67,7 +67,7 @@ SETTINGS = study.settings(
       "optim.learning_rate": 5e-5,
       "eval.every": 4,
       "eval.num_prompts": 128,
-      "auto_group_size.start": 32,  # too large, to see it move
+      "auto_group_size.start": 32,  # too large, to show that it moves
       "auto_group_size.largest": 64,
       "diagnostics.every": 2,  # in automatic runs only
       "diagnostics.share": 1.0,

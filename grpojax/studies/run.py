@@ -33,7 +33,7 @@ from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {"run_dir": setting("", 'output directory; "" = runs/NAME')}
 SEED = setting(0, "seed of all random numbers", within="[0, 2**32)")
-# The training settings of the studies that train, sized for two cores.
+# Training settings of the studies, sized for two cores
 QUICK = {
   "steps": 24,
   "data.options.difficulty": (2, 2),
@@ -135,7 +135,7 @@ def open_study(
 
 
 def _open(directory: pathlib.Path, config: ConfigDict) -> None:
-  """Creates a study's directory, or checks that its config is this one."""
+  """Creates a study's directory, or checks that its config equals `config`."""
   if directory.exists() and not directory.is_dir():
     raise ValueError(f"{directory} is a file: give a directory as --run_dir")
   path = directory / "config.json"
@@ -234,7 +234,7 @@ def trained(
 
 
 def select(rows: Rows, **values: Any) -> list[Row]:
-  """Returns the rows with these values."""
+  """Returns the rows with these values in the named columns."""
   return [row for row in rows if all(row[k] == v for k, v in values.items())]
 
 

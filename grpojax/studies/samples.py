@@ -36,7 +36,7 @@ class Problems(NamedTuple):
 
   load: Callable[..., Any]  # `(train settings, split) -> examples`
   template: str  # of a prompt in plain text
-  solution: Callable[[Mapping], str]  # text that follows in a solved example
+  solution: Callable[[Mapping], str]  # text after a solved example's prompt
   reward: Callable[..., float]  # `(prompt, completion, example) -> 0 or 1`
   one_line: bool  # True if a plain-text completion stops at a line break
 
@@ -89,8 +89,8 @@ class Bench(NamedTuple):
   """Model, prompts and compiled functions of a configuration."""
 
   policy: policies.Policy
-  batches: list  # a prompt each, with its example
-  sampler: Any  # of a pool, from `step.sampling.make_sampler`
+  batches: list  # with one prompt each, and its example
+  sampler: Any  # samples a pool; from `step.sampling.make_sampler`
   score: Any  # from `errors.make_score` or `errors.make_projected_score`
   reward: Any = exact_answer
   projections: int = 0

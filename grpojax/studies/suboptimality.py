@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import scipy  # scipy.linalg and scipy.stats come when first used
+import scipy  # loads scipy.linalg and scipy.stats on first use
 from jaxtyping import Float
 from ml_collections import ConfigDict
 
@@ -43,7 +43,7 @@ from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run, tabular
 from grpojax.studies.tabular import Matrix, Vector
 
-LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of quantiles.csv
+LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # rows of quantiles.csv
 _CHUNK = 500  # steps between two lines of progress
 OFFSET = 20  # step sizes are eta / (n + OFFSET)
 # Estimator: name in the picture, colour, and horizontal shift of points.
@@ -88,7 +88,7 @@ def limit_covariance(curvature: Matrix, noise: Matrix, eta: float) -> Matrix:
   It solves (eta H - I/2) S + S (eta H - I/2) = eta^2 noise (V. Fabian, 1968,
   "On asymptotic normality in stochastic approximation"). `noise` is the
   covariance of a step's gradient estimate at theta*. If eta H - I/2 is not
-  positive definite, the gap decays slower than 1/n and the limit is infinite.
+  positive definite, the gap decays slower than 1/n and there is no such limit.
   """
   drift = eta * curvature - np.eye(len(curvature)) / 2
   return scipy.linalg.solve_continuous_lyapunov(drift, eta**2 * noise)
@@ -107,8 +107,8 @@ def chi_square_weights(curvature: Matrix, covariance: Matrix) -> Vector:
 def chi_square_quantiles(weights: Vector, count: int = 5000) -> Quantiles:
   """Returns `count` quantiles of sum_k weights_k chi2_1, ascending.
 
-  They are medians of equal parts of 200 draws each. With the default count the
-  distribution function is off by at most 0.0014 (95%).
+  Each is the median of 200 successive ordered draws. With the default count the
+  error of the distribution function is at most 0.0014 (95%).
   """
   draws = np.random.default_rng(0).normal(size=(200 * count, len(weights)))
   ordered = np.sort(draws**2 @ weights)
@@ -163,7 +163,7 @@ class Bandit(NamedTuple):
   problem: tabular.Problem
   optimum: Vector  # theta*
   curvature: Matrix  # H = -grad^2 J(theta*)
-  eta: float  # 1 / the smallest curvature; 1/n rates need more than half of it
+  eta: float  # 1 / smallest curvature; a gap of order 1/n needs over half of it
   best: float  # J*
 
 
@@ -343,7 +343,7 @@ def draw(axes: np.ndarray, steps: tuple[int, ...], outcomes: Outcomes) -> None:
 
 
 def _draw_tail(axis, result: Outcome, colour: str, name: str) -> None:
-  """Draws the share of runs above each gap: theory a line, runs points."""
+  """Draws the share of runs above each gap: theory: line, runs: points."""
   gaps = np.sort(result.gaps[-1])
   above_limit, above = (
     1 - (np.arange(len(x)) + 0.5) / len(x) for x in (result.limit, gaps)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import scipy  # scipy.optimize comes when first used
+import scipy  # loads scipy.optimize on first use
 from jaxtyping import Array, Float
 
 from grpojax.core.objective import Objective
@@ -43,9 +43,9 @@ class Problem(NamedTuple):
 def make_problem(
   seed: int, prompts: int, vocab: int, dims: int, spread: float, beta: float
 ) -> Problem:
-  """Draws normal features, and rewards that are the signs of normal numbers.
+  """Draws normal features, and rewards 1 or 0 by the sign of normal numbers.
 
-  A number is a term for all prompts plus `spread` times a term per prompt.
+  Each is a term common to all prompts plus `spread` times a prompt's own term.
   """
   rng = np.random.default_rng(seed)
 

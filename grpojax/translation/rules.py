@@ -53,7 +53,7 @@ Text = "str | Mapping[Any, str] | Callable[[Any, Theirs], str]"
 class Row(NamedTuple):
   """A setting of theirs and its translation."""
 
-  default: Any = None  # in their library
+  default: Any = None  # of the other library
   # Our setting, or a function of their settings and this name that yields
   # items; None if another row reads the value.
   to: "str | Callable[[Theirs, str], Items] | None" = None
@@ -82,12 +82,12 @@ class Library(NamedTuple):
   """Another library."""
 
   name: str  # with version
-  page: str  # our documentation of it
+  page: str  # page of docs/ on the translation
   table: Mapping[str, Row]  # by their names
   always: Sequence[Setting | Note]  # added for every file
   unneeded: str  # pattern of names without effect on training
   older: Mapping[str, str]  # prefixes of current names, by outdated prefix
-  sizes: "Callable[[Theirs], Sizes]"  # ValueError if the library refuses them
+  sizes: "Callable[[Theirs], Sizes]"  # ValueError for sizes it refuses
 
   def newer(self, name: str) -> str:
     """Returns the current name of a setting that may be outdated."""
@@ -107,8 +107,8 @@ class Theirs(NamedTuple):
 
   library: Library
   values: Mapping[str, Any]  # by name
-  processes: int = 1  # of their run
-  examples: int | None = None  # for training; None if unknown
+  processes: int = 1  # number of processes of their run
+  examples: int | None = None  # number of training prompts; None if unknown
   unread: Mapping[str, str] = {}  # expressions of unknown value, by name
 
   def __getitem__(self, name: str) -> Any:
