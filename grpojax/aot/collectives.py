@@ -8,7 +8,7 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 
 
 class Collective(NamedTuple):
-  """Collective; an all-reduce of which only slices are used: reduce-scatter."""
+  """Collective; a sliced all-reduce counts as a reduce-scatter."""
 
   kind: str  # opcode: "all-gather", "reduce-scatter", ...
   bytes: int  # sent by each device in a run

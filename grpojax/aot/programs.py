@@ -56,7 +56,7 @@ def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
 def _policy(
   settings: TrainSettings, hf_config: dict[str, Any], platform: str
 ) -> Policy:
-  """Returns the model's functions, without a tokenizer."""
+  """Returns the policy with the model's functions, without a tokenizer."""
   model = hf.to_transformer_config(hf_config)
   eos = hf_config.get("eos_token_id")
   eos = [i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int]

@@ -81,7 +81,7 @@ def part_flops(run: programs.Run) -> dict[str, float]:
   """Counts the operations of each part of a step with full-length completions.
 
   A parameter takes 2 per token in a forward pass, 6 in training, 4 if frozen
-  under adapters. Prompts skip the output head. Attention and adapters are free.
+  under adapters. Prompts skip the head. Attention and adapters do not count.
   """
   model = run.model
   settings = run.settings

@@ -57,12 +57,12 @@ def collective_seconds(collective: Collective, chip: Chip) -> float:
 
 
 def _working(i: InstructionCost, chip: Chip) -> float:
-  """Returns the seconds of a run without sending."""
+  """Returns the seconds of a run by the roofline, without sending."""
   return max(i.flops / chip.flops, i.bytes / chip.hbm_bandwidth)
 
 
 def _by_cycles(i: InstructionCost, chip: Chip) -> float:
-  """Returns the seconds of a run by XLA's cycles, else by the roofline."""
+  """Returns the seconds of a run by XLA's cycles, if any, else the roofline."""
   if not i.cycles:
     return _working(i, chip)
   seconds = i.cycles / chip.clock

@@ -281,8 +281,8 @@ max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
 def micro_batches(at_least: int, theirs: Theirs) -> int:
   """Returns the number of micro-batches of an update, which changes no result.
 
-  It is `at_least` or more, but micro-batches of fewer than `PART` completions
-  are slow and avoided. ValueError for more than MAX_COMPLETIONS.
+  It is `at_least` or more, but lower if micro-batches would have fewer than
+  `PART` completions, which is slow. ValueError for more than MAX_COMPLETIONS.
   """
   sizes = theirs.sizes
   prompts = sizes.prompts // sizes.minibatches

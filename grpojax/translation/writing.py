@@ -16,7 +16,7 @@ WIDTH = 80
 
 
 def _typed(setting: Setting, default: Any) -> Any:
-  """Converts a setting's value to the type of its default, if not None.
+  """Converts a setting's value to the type of `default`, if that is not None.
 
   ValueError if the types differ, or the value is not a literal.
   """
@@ -121,7 +121,7 @@ def command(translation: Translation, config: str) -> str:
 
 
 def config_file(translation: Translation, source: str) -> str:
-  """Returns a config file's text, from `source`; ValueError as in `_typed`."""
+  """Returns a config file's text for `source`; ValueError as in `_typed`."""
   fixed, nested = _settled(translation)
   notes = translation.notes
   unneeded = "; ".join(translation.unneeded)

@@ -16,7 +16,7 @@ MISTAKES = {
     ("arms=advantage=grpo", "two or more"),
     ("arms=advantage=grpo, advantage=grpo", "all different"),
     ("arms=advantage=grpo, advantag=grpo", "arm 'advantag=grpo.*did you mean"),
-    ("arms=seed=1, advantage=grpo", "seed is set by the study"),
+    ("arms=seed=1, advantage=grpo", "remove seed, which the study sets"),
     (
       "arms=group_size=8, group_size=4",
       "1536 completions per run .*, but 3072 and 256 for the first",
