@@ -28,7 +28,7 @@ from grpojax.runtime.files import disk, records
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training.config import from_config
 from grpojax.translation import reading, rules, trl, verl, writing
-from grpojax.translation.rules import Note, Theirs
+from grpojax.translation.rules import Note, Origin
 
 FLAGS = {
   "file": setting("", "configuration of TRL or verl"),
@@ -64,8 +64,8 @@ def translate_file(
       f"{', '.join(names[:5])}"
     )
   library = LIBRARIES[counts.index(max(counts))]
-  theirs = Theirs(library, source.settings, processes, examples, source.unread)
-  translation = rules.translate(theirs)
+  origin = Origin(library, source.settings, processes, examples, source.unread)
+  translation = rules.translate(origin)
   notes = [*translation.notes]
   notes += [Note(name, text, missing=True) for name, text in source.notes]
   in_script = [k for k, v in source.settings.items() if f"{path}:" in str(v)]

@@ -134,7 +134,7 @@ def test_examples_are_encoded_in_the_format(form, learn_prompts, capsys):
     tokenizer.chat_template = tokenization.CHAT_TEMPLATE
   stream = sft.texts(config, tokenizer, examples)
   texts = list(itertools.islice(stream, len(examples)))
-  assert "dropped, with more than 2000 tokens: 0" in capsys.readouterr().out
+  assert "dropped 0 texts with more than 2000 tokens" in capsys.readouterr().out
   start = {"document": "{}\n", "dialogue": "Q: {}\nA: "}[form]
   expected = {
     (start.format(e["prompt"]), e["solution"] + "<|endoftext|>")

@@ -22,13 +22,13 @@ class Setting(NamedTuple):
 
   name: str
   value: Any
-  theirs: str = ""  # comment with their names and values
+  origin: str = ""  # comment: their names and values
 
 
 class Note(NamedTuple):
-  """A remark on a setting of theirs that differs or is missing in grpojax."""
+  """A remark on a setting that differs in grpojax or is missing there."""
 
-  theirs: str  # name of the setting
+  origin: str  # name of their setting
   text: str
   missing: bool = False  # True if grpojax has no counterpart
   flag: str = ""  # flag required from the user, such as "model.path=MODEL"
@@ -47,19 +47,19 @@ class Translation(NamedTuple):
   code: str = ""  # module with the script's functions
 
 
-Text = "str | Mapping[Any, str] | Callable[[Any, Theirs], str]"
+Text = "str | Mapping[Any, str] | Callable[[Any, Origin], str]"
 
 
 class Row(NamedTuple):
-  """A setting of theirs and its translation."""
+  """A setting of the other library and its translation."""
 
   default: Any = None  # of the other library
   # Our setting, or a function of their settings and this name that yields
   # items; None if another row reads the value.
-  to: "str | Callable[[Theirs, str], Items] | None" = None
+  to: "str | Callable[[Origin, str], Items] | None" = None
   # Our value by their value, or a function of their value and all their
   # settings. Nothing is set if the result is None.
-  value: "Mapping[Any, Any] | Callable[[Any, Theirs], Any] | None" = None
+  value: "Mapping[Any, Any] | Callable[[Any, Origin], Any] | None" = None
   # Meaning of the value in grpojax: a sentence for all values but the default,
   # a sentence per value, or a function as in `value`.
   note: Text = ""
@@ -87,7 +87,7 @@ class Library(NamedTuple):
   always: Sequence[Setting | Note]  # added for every file
   unneeded: str  # pattern of names without effect on training
   older: Mapping[str, str]  # prefixes of current names, by outdated prefix
-  sizes: "Callable[[Theirs], Sizes]"  # ValueError for sizes it refuses
+  sizes: "Callable[[Origin], Sizes]"  # ValueError for sizes it refuses
 
   def newer(self, name: str) -> str:
     """Returns the current name of a setting that may be outdated."""
@@ -102,7 +102,7 @@ class Library(NamedTuple):
     return any(".".join(parts[:n]) in self.table for n in range(len(parts) + 1))
 
 
-class Theirs(NamedTuple):
+class Origin(NamedTuple):
   """Settings of the other library, read from a file."""
 
   library: Library
@@ -145,25 +145,25 @@ class Theirs(NamedTuple):
         yield Setting(ours + key.removeprefix(name), value, key)
 
 
-def translate(theirs: Theirs) -> Translation:
+def translate(origin: Origin) -> Translation:
   """Translates settings; ValueError for values that their library refuses."""
-  library = theirs.library
-  theirs = theirs._replace(values=_checked(library, theirs.values))
+  library = origin.library
+  origin = origin._replace(values=_checked(library, origin.values))
   items = [*library.always]
   try:
     for name, row in library.table.items():
-      if all(theirs[flag] for flag in row.when):
-        items += _apply(row, theirs, name)
+      if all(origin[flag] for flag in row.when):
+        items += _apply(row, origin, name)
   except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
     text = f"a value has a type that {library.name} refuses: {error}"
     raise ValueError(text) from error
   settings = [x for x in items if isinstance(x, Setting)]
   notes = [x for x in items if isinstance(x, Note)]
   unneeded = []
-  for name in [*theirs.values, *theirs.unread]:
+  for name in [*origin.values, *origin.unread]:
     if library.knows(name):
-      if name in theirs.unread:
-        notes.append(_unread(theirs, name, settings))
+      if name in origin.unread:
+        notes.append(_unread(origin, name, settings))
       continue
     text = f"unknown here: see {library.page}"
     if near := _intended(library, name):
@@ -189,35 +189,35 @@ def _intended(library: Library, name: str) -> str:
   return ""
 
 
-def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
+def _unread(origin: Origin, name: str, settings: list[Setting]) -> Note:
   """Returns a note on an expression whose value is unknown."""
-  row = theirs.library.table.get(name, Row())
-  text = f"{theirs.unread[name]} is not a plain value: set it (default is used)"
+  row = origin.library.table.get(name, Row())
+  text = f"{origin.unread[name]} is not a plain value: set it (default is used)"
   if row.note and isinstance(row.note, str):
     text += f" ({row.note})"
-  set_by = [x.name for x in settings if re.search(rf"\b{name}=", x.theirs)]
+  set_by = [x.name for x in settings if re.search(rf"\b{name}=", x.origin)]
   if isinstance(row.to, str):
     set_by = [row.to]
   flag = f"{set_by[0]}=VALUE" if set_by else ""
   return Note(name, text, missing=True, flag=flag)
 
 
-def _apply(row: Row, theirs: Theirs, name: str) -> Items:
+def _apply(row: Row, origin: Origin, name: str) -> Items:
   """Yields the settings and notes of a row."""
-  value = theirs[name]
+  value = origin[name]
   for text, missing in ((row.note, False), (row.missing, True)):
     if isinstance(text, str):
-      text = text if theirs.sets(name) else ""
+      text = text if origin.sets(name) else ""
     else:
-      text = text(value, theirs) if callable(text) else text.get(value)
+      text = text(value, origin) if callable(text) else text.get(value)
     if text:
       prefix = f"{value!r}: " if missing and value is not None else ""
       yield Note(name, f"{prefix}{text}", missing)
   if callable(row.to):
-    yield from row.to(theirs, name)
+    yield from row.to(origin, name)
   elif row.to is not None:
     if callable(row.value):
-      value = row.value(value, theirs)
+      value = row.value(value, origin)
     elif row.value is not None:
       if value not in row.value:
         names = ", ".join(map(str, row.value))
@@ -225,7 +225,7 @@ def _apply(row: Row, theirs: Theirs, name: str) -> Items:
         yield Note(name, text, missing=True)
       value = row.value.get(value)
     if value is not None:
-      yield theirs.setting(row.to, value, name)
+      yield origin.setting(row.to, value, name)
 
 
 def _checked(library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,13 +278,13 @@ filter_size = lambda value, _: max(value or 0, 0)  # top-k: off for null and -1
 max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
 
 
-def micro_batches(at_least: int, theirs: Theirs) -> int:
+def micro_batches(at_least: int, origin: Origin) -> int:
   """Returns the number of micro-batches of an update, which changes no result.
 
   It is `at_least` or more, but lower if micro-batches would have fewer than
   `PART` completions, which is slow. ValueError for more than MAX_COMPLETIONS.
   """
-  sizes = theirs.sizes
+  sizes = origin.sizes
   prompts = sizes.prompts // sizes.minibatches
   samples = prompts * sizes.group_size
   if samples > MAX_COMPLETIONS:
@@ -298,87 +298,87 @@ def micro_batches(at_least: int, theirs: Theirs) -> int:
 # Rules for several settings
 
 
-def steps(theirs: Theirs, name: str, epochs: str, limited: bool) -> Items:
+def steps(origin: Origin, name: str, epochs: str, limited: bool) -> Items:
   """Translates the number of steps: `name` if `limited`, else `epochs`."""
-  count = theirs.sizes.steps
-  yield theirs.setting("steps", count or 100, name if limited else epochs)
+  count = origin.sizes.steps
+  yield origin.setting("steps", count or 100, name if limited else epochs)
   if count is None:
     text = f"steps depend on the data: set --examples=N, or {name}"
     yield Note(epochs, text, missing=True, flag="steps=N")
 
 
-def stop_strings(theirs: Theirs, name: str) -> Items:
+def stop_strings(origin: Origin, name: str) -> Items:
   """Translates stop strings."""
-  value = theirs[name] or ()
+  value = origin[name] or ()
   strings = (value,) if isinstance(value, str) else tuple(map(str, value))
   if strings:
-    yield theirs.setting("sampling.stop", strings, name)
-    text = f"rewards see the stop string in {theirs.library.name}, but not here"
+    yield origin.setting("sampling.stop", strings, name)
+    text = f"rewards see the stop string in {origin.library.name}, but not here"
     yield Note(name, text)
 
 
-def trackers(theirs: Theirs, name: str) -> Items:
+def trackers(origin: Origin, name: str) -> Items:
   """Translates trackers of metrics."""
-  value = theirs[name]
+  value = origin[name]
   names = [value] if isinstance(value, str) else list(value or ())
   known = tuple(tracker for tracker in names if tracker in TRACKERS)
-  yield theirs.setting("log.trackers", known, name)
+  yield origin.setting("log.trackers", known, name)
   for tracker in dict.fromkeys(names):
     if tracker not in (*TRACKERS, "all", "none", "console"):
       text = "write a function: --config.log.trackers=file.py:function"
       yield Note(name, f"{tracker!r}: {text} (docs/run-directory.md)")
 
 
-def optimizer(theirs: Theirs, name: str) -> Items:
+def optimizer(origin: Origin, name: str) -> Items:
   """Translates the optimizer to AdamW or Adafactor."""
-  kind = str(theirs[name] or "").lower()
+  kind = str(origin[name] or "").lower()
   if "adafactor" in kind:
-    yield theirs.setting("optim.name", "adafactor", name)
+    yield origin.setting("optim.name", "adafactor", name)
   elif not kind.startswith("adam"):
-    text = f"{theirs[name]!r}: AdamW is used; adafactor is available too"
+    text = f"{origin[name]!r}: AdamW is used; adafactor is available too"
     yield Note(name, text, missing=True)
 
 
-def model(theirs: Theirs, name: str) -> Items:
+def model(origin: Origin, name: str) -> Items:
   """Translates the directory or name of the model."""
-  if theirs[name]:
-    yield theirs.setting("model.path", str(theirs[name]), name)
+  if origin[name]:
+    yield origin.setting("model.path", str(origin[name]), name)
   else:  # an invalid name, so that the default model is not trained instead
     yield Setting("model.path", "give --config.model.path=MODEL")
     yield Note(name, "not in the file", missing=True, flag="model.path=MODEL")
 
 
-def run_name(theirs: Theirs, name: str) -> Items:
+def run_name(origin: Origin, name: str) -> Items:
   """Translates the run's name, by default the last part of `output_dir`."""
-  text = str(theirs[name] or theirs.values.get("output_dir") or "translated")
+  text = str(origin[name] or origin.values.get("output_dir") or "translated")
   text = text.rstrip("/").rpartition("/")[2]
   text = re.sub(r"[^\w.-]+", "-", text).strip("-.")
-  comment = theirs.comment(name) if theirs[name] else ""
+  comment = origin.comment(name) if origin[name] else ""
   yield Setting("name", text or "translated", comment)
 
 
-def lora_targets(theirs: Theirs, name: str) -> Items:
+def lora_targets(origin: Origin, name: str) -> Items:
   """Translates the names of matrices with adapters."""
-  names = theirs[name]
+  names = origin[name]
   if names in (None, "all-linear"):
     return
   names = [names] if isinstance(names, str) else list(names)
   known = [n for n in LORA_TARGETS if f"{n}_proj" in names]
   if known:
-    yield theirs.setting("lora.targets", f"layers/({'|'.join(known)})", name)
+    yield origin.setting("lora.targets", f"layers/({'|'.join(known)})", name)
   if len(known) < len(names):
     text = f"{names}: only {', '.join(LORA_TARGETS)} (_proj) can have adapters"
     yield Note(name, text, missing=True)
 
 
-def data(theirs: Theirs, name: str) -> Items:
+def data(origin: Origin, name: str) -> Items:
   """Translates the name or path of the data set."""
-  path = yield from first_file(name, theirs[name] or "FILE.jsonl")
-  if not theirs[name]:
+  path = yield from first_file(name, origin[name] or "FILE.jsonl")
+  if not origin[name]:
     flag = "data.path=FILE.jsonl"
     yield Note(name, "not in the file", missing=True, flag=flag)
   if path.lower() in ("gsm8k", "openai/gsm8k"):
-    yield theirs.setting("data.name", "gsm8k", name)
+    yield origin.setting("data.name", "gsm8k", name)
     return
   is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)
   kind = "jsonl"
@@ -387,7 +387,7 @@ def data(theirs: Theirs, name: str) -> Items:
   elif is_hub_name and not path.endswith((".jsonl", ".json", ".csv")):
     kind = "huggingface"
   yield Setting("data.name", kind)
-  yield theirs.setting("data.path", path, name)
+  yield origin.setting("data.path", path, name)
   text = "set its columns by data.options.prompt and .answer ('' for none),"
   yield Note(name, f"{text} and a held-out share by data.options.test")
 
@@ -402,12 +402,12 @@ def first_file(name: str, files: Any) -> Iterator[Note]:
   return first
 
 
-def template_options(theirs: Theirs, name: str) -> Items:
+def template_options(origin: Origin, name: str) -> Items:
   """Translates keywords of the chat template, which may be JSON."""
-  if isinstance(theirs[name], str):
+  if isinstance(origin[name], str):
     try:
-      items = json.loads(theirs[name]).items()
+      items = json.loads(origin[name]).items()
     except ValueError as error:
-      raise ValueError(f"{name} = {theirs[name]!r} is not JSON") from error
-    theirs = theirs._replace(values={f"{name}.{k}": v for k, v in items})
-  yield from theirs.below(name, "data.template_options")
+      raise ValueError(f"{name} = {origin[name]!r} is not JSON") from error
+    origin = origin._replace(values={f"{name}.{k}": v for k, v in items})
+  yield from origin.below(name, "data.template_options")

@@ -31,7 +31,7 @@ def _typed(setting: Setting, default: Any) -> Any:
   is_plain = is_number or isinstance(value, bool | str | None)
   if is_plain and (default is None or type(value) is kind):
     return value
-  source = setting.theirs or setting.name
+  source = setting.origin or setting.name
   raise ValueError(f"{source}: {setting.name} cannot be {value!r}: change it")
 
 
@@ -57,7 +57,7 @@ def _settled(
   nested = {}
   for name in sorted(by_name, key=lambda x: rank.get(x, len(rank))):
     setting = by_name[name]
-    is_set = setting.theirs and "(default)" not in setting.theirs
+    is_set = setting.origin and "(default)" not in setting.origin
     if setting.value == defaults.get(name) and not is_set:
       continue
     section = next((s for s in free if settings.is_free(name, [s])), None)
@@ -96,7 +96,7 @@ def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
 
 
 def _notes(title: str, notes: Sequence[Note], missing: bool) -> list[str]:
-  texts = [f"{x.theirs}: {x.text}" for x in notes if x.missing == missing]
+  texts = [f"{x.origin}: {x.text}" for x in notes if x.missing == missing]
   lines = [x for y in dict.fromkeys(texts) for x in _comment(y, first="- ")]
   return [f"# {title}:", *lines, "#"] if lines else []
 
@@ -105,7 +105,7 @@ def screen_lines(translation: Translation) -> list[str]:
   """Returns the notes as lines for the screen."""
   means = {True: "may change the run", False: "differs in meaning"}
   lines = [
-    f"- {note.theirs} {means[note.missing]}: {note.text}"
+    f"- {note.origin} {means[note.missing]}: {note.text}"
     for note in dict.fromkeys(translation.notes)
   ]
   if translation.unneeded:
@@ -150,11 +150,11 @@ def config_file(translation: Translation, source: str) -> str:
   ]
   for name, setting in fixed.items():
     line = f"  config.{name} = {setting.value!r}"
-    comment = _comment(setting.theirs)
+    comment = _comment(setting.origin)
     if len(comment) == 1 and len(line) + 2 + len(comment[0]) <= WIDTH:
       lines.append(f"{line}  {comment[0]}")
     else:
-      lines += [*_comment(setting.theirs, "  "), line]
+      lines += [*_comment(setting.origin, "  "), line]
   for section, values in nested.items():
     lines.append(f"  config.{section}.update({values!r})")
   return "\n".join([*lines, "  return config", ""])

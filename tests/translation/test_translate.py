@@ -110,7 +110,7 @@ def test_real_files(name, tmp_path, capsys):
 def test_missing_and_unneeded_settings_are_listed():
   def listed(file):
     x = translate.translate_file(DATA / file)
-    missing = ", ".join(note.theirs for note in x.notes if note.missing)
+    missing = ", ".join(note.origin for note in x.notes if note.missing)
     return {*missing.split(", ")}, {*x.unneeded}
 
   missing, _ = listed("trl_script.py")
@@ -249,7 +249,7 @@ def test_epochs_are_counted_as_by_trl(text, prompts, cuts, epochs, tmp_path):
 
 def test_differences_to_trl_are_noted(tmp_path):
   def noted(text):
-    return {note.theirs for note in become(text, tmp_path)[2].notes}
+    return {note.origin for note in become(text, tmp_path)[2].notes}
 
   always = noted("temperature: 1\n")
   assert noted("max_steps: 9\nwarmup_steps: 2\n") - always == {"warmup_steps"}
@@ -471,7 +471,7 @@ def test_expressions_of_a_script_become_notes(keyword, tmp_path):
   is_class = keyword.startswith("environment_factory")
   assert leaves["environment.path"] == ("FILE.py:CLASS" if is_class else "")
   assert not leaves["environment.tools"]
-  missing = {x.theirs: x.text for x in translation.notes if x.missing}
+  missing = {x.origin: x.text for x in translation.notes if x.missing}
   assert "environment." in missing[keyword.partition("=")[0]]
 
 
@@ -739,6 +739,6 @@ def test_settings_that_change_the_run_are_reported_as_missing(
 ):
   notes = become(f"{text}\n", tmp_path)[2].notes
   name = text.partition(":")[0]
-  missing = [x.text for x in notes if x.missing and x.theirs == name]
+  missing = [x.text for x in notes if x.missing and x.origin == name]
   assert len(missing) == (words is not None)
   assert not missing or words in missing[0]
