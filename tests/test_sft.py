@@ -105,7 +105,7 @@ def test_a_new_model_of_word_problems(tmp_path, capsys):
   config.data.name, config.data.path = "gsm8k", str(PROBLEMS)
   config.model.update({"width": 16, "layers": 1, "heads": 2})
   _, params, stream = sft.start(config, tmp_path)
-  counts = r"(\d+) texts.*more than 320 tokens: (\d+)"
+  counts = r"(\d+) texts.*dropped (\d+) texts with more than 320"
   counts = re.search(counts, capsys.readouterr().out)
   used, dropped = map(int, counts.groups())
   assert used + dropped == 32 and used and dropped
