@@ -1,4 +1,4 @@
-"""GRPO on the embedded arithmetic model: the default run.
+"""GRPO on a bundled arithmetic model: the default run.
 
 Command:   python -m grpojax.train --config=configs/arithmetic.py
            (or without --config)

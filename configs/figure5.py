@@ -5,7 +5,7 @@ Command:   python -m grpojax.studies.group_size --config=configs/figure5.py \
                --config.train.data.path=gsm8k
            with the directories of the model (Hugging Face format) and of the
            data (an empty path downloads them, see configs/gsm8k.py).
-Hardware:  one host of 8 GPUs of 80 GB. On fewer devices, more micro-batches.
+Hardware:  one host of 8 GPUs of 80 GB; fewer need more micro-batches.
 Time:      unknown; not run yet, for lack of an accelerator.
 Expected:  in the paper accuracy is best near G = 32.
 """
@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
   train.sampling.max_new_tokens = 1024
   train.logits_chunk = 512
   train.optim.learning_rate = 1e-6
-  train.optim.micro_batches = 1  # 128 samples a device, in whole groups
+  train.optim.micro_batches = 1  # 128 samples per device, in whole groups
   train.loss.weighting = "fixed_length"
   train.eval.every = 10
   train.eval.num_prompts = 1319

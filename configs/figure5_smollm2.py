@@ -1,4 +1,4 @@
-"""Figure 5 of arXiv 2603.01162 in small: SmolLM2-135M, sums in words, N = 32.
+"""Figure 5 of arXiv 2603.01162 for SmolLM2-135M on sums in words, N = 32.
 
 Command:   python -m grpojax.studies.group_size \
                --config=configs/figure5_smollm2.py
@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
   train.eval.num_prompts = 64
   train.checkpoint.every = 16
   train.log.trackers = ()
-  train.auto_group_size.start = 8  # the largest: a diagnosis needs 3 prompts
+  train.auto_group_size.start = 8  # 16 leaves 2 prompts; a diagnosis needs 3
   train.auto_group_size.largest = 8
   train.diagnostics.every = 4
   train.diagnostics.share = 1.0

@@ -1,4 +1,4 @@
-"""GSM8K by GRPO, with any instruct model: the base of the gsm8k_* configs.
+"""GRPO on GSM8K with any instruct model: the base of the gsm8k_* configs.
 
 Command:   python -m grpojax.train --config=configs/gsm8k.py \
                --config.model.path=MODEL

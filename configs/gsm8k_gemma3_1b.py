@@ -1,4 +1,4 @@
-"""GSM8K by GRPO with gemma-3-1b-it.
+"""GRPO on GSM8K with gemma-3-1b-it.
 
 Command:   python -m grpojax.train --config=configs/gsm8k_gemma3_1b.py
            google/gemma-3-1b-it comes from the Hugging Face Hub (gated: accept

@@ -1,4 +1,4 @@
-"""GSM8K by GRPO with Llama-3.2-1B-Instruct.
+"""GRPO on GSM8K with Llama-3.2-1B-Instruct.
 
 Command:   python -m grpojax.train --config=configs/gsm8k_llama3_2_1b.py
            meta-llama/Llama-3.2-1B-Instruct comes from the Hugging Face Hub

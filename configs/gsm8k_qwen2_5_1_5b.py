@@ -1,4 +1,4 @@
-"""GSM8K by GRPO with Qwen2.5-1.5B-Instruct.
+"""GRPO on GSM8K with Qwen2.5-1.5B-Instruct.
 
 Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_1_5b.py
            Qwen/Qwen2.5-1.5B-Instruct comes from the Hugging Face Hub, or with

@@ -1,4 +1,4 @@
-"""GSM8K by GRPO with Qwen2.5-7B-Instruct.
+"""GRPO on GSM8K with Qwen2.5-7B-Instruct.
 
 Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_7b.py
            Qwen/Qwen2.5-7B-Instruct comes from the Hugging Face Hub, or with
@@ -24,6 +24,6 @@ def get_config() -> ConfigDict:
   config = runpy.run_path(str(COMMON))["get_config"]().unlock()
   config.name = "gsm8k_qwen2_5_7b"
   config.model.path = "Qwen/Qwen2.5-7B-Instruct"
-  config.optim.micro_batches = 4  # eight prompts, one a device, at a time
+  config.optim.micro_batches = 4  # eight prompts at a time, one per device
   config.mesh.fsdp = 8
   return config.lock()

@@ -1,4 +1,4 @@
-"""GSM8K by GRPO with Qwen3-1.7B, thinking switched off.
+"""GRPO on GSM8K with Qwen3-1.7B, thinking switched off.
 
 Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_1_7b.py
            Qwen/Qwen3-1.7B comes from the Hugging Face Hub, or with
@@ -10,9 +10,9 @@ Hardware:  one host of 8 GPUs of 80 GB.
 Time:      unknown; not run yet, for lack of an accelerator.
 Expected:  a rising reward, and a higher accuracy on the 1,319 test problems
            than at step 0.
-           With enable_thinking=True responses are several times longer: give
-           sampling.max_new_tokens of 4096 or more and a smaller batch; the
-           attention scores of a group grow with the square of it.
+           With enable_thinking=True completions are several times longer: set
+           sampling.max_new_tokens to 4096 or more and use a smaller batch,
+           because attention scores grow with the square of the length.
 """
 
 import pathlib
@@ -29,6 +29,6 @@ def get_config() -> ConfigDict:
   config.model.path = "Qwen/Qwen3-1.7B"
   config.data.template_options = ConfigDict({"enable_thinking": False})
   config.sampling.max_new_tokens = 2048  # it writes more than the others
-  config.optim.micro_batches = 4  # eight prompts, one a device, at a time
+  config.optim.micro_batches = 4  # eight prompts at a time, one per device
   config.mesh.fsdp = 8
   return config.lock()

@@ -1,11 +1,11 @@
-"""GSM8K by GRPO with Qwen3-30B-A3B.
+"""GRPO on GSM8K with Qwen3-30B-A3B.
 
 Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_30b_a3b.py
            Qwen/Qwen3-30B-A3B comes from the Hugging Face Hub, or with
            --config.model.path=DIR from a directory. For the data see
            configs/gsm8k.py.
 Hardware:  128 chips of TPU v5e (8x16): 13.5 of 16 GiB, as compiled for them
-           (launch/README.md). 64 (8x8), 14.7 GiB, with bfloat16 moments:
+           (launch/README.md). Or 64 chips (8x8), 14.7 GiB, with
            --config.mesh.fsdp=4 --config.optim.micro_batches=32
            --config.optim.moments_dtype=bfloat16
 Time:      unknown; not run yet, for lack of an accelerator.

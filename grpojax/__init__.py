@@ -1,7 +1,7 @@
 """GRPO for JAX: the group is an array axis.
 
-This module has common functions under short names, `grpojax.core` GRPO as pure
-functions of arrays. See also `grpojax.statistics` and `grpojax.models`.
+`grpojax.NAME` is a shortcut to the main functions of `grpojax.core` (GRPO as
+pure functions of arrays), `grpojax.statistics` and `grpojax.models`.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-# Imported at first use, because reward workers do not need JAX.
+# Import each module on first use, because reward workers do not need JAX.
 _NAMES = {
   "grpojax.core": ("advantages", "losses"),
   "grpojax.core.arguments": ("check_prompts", "prompts_from_left_padded"),
@@ -46,7 +46,7 @@ __all__ = sorted(_MODULES)
 
 
 def _is_program() -> bool:
-  """Returns True for `python -m grpojax[.NAME]` and `grpojax`."""
+  """Returns True if started as `grpojax` or `python -m grpojax[.NAME]`."""
   words = sys.orig_argv
   if "-m" in words:
     module = words[words.index("-m") + 1 :][:1]
@@ -60,7 +60,7 @@ if _is_program():
 
 
 def __getattr__(name: str) -> Any:
-  if name in ("core", "models", "statistics"):  # with all of their modules
+  if name in ("core", "models", "statistics"):  # import their modules too
     for module in _NAMES:
       importlib.import_module(module)
     value = importlib.import_module(f"grpojax.{name}")

@@ -29,14 +29,14 @@ def programs() -> dict[str, str]:
 _FIRST = """usage: grpojax PROGRAM [...], or python -m grpojax.PROGRAM [...]
 
 First steps:
-  grpojax train                   trains the embedded model, in minutes
+  grpojax train                   trains a bundled model in minutes
   grpojax evaluate runs/NAME      evaluates the model of a run
   grpojax train --help            explains all settings
 """
 
 
 def usage() -> str:
-  """Returns the first steps and a line per program."""
+  """Returns the text of --help: first steps, and a line per program."""
   by_name = programs()
   width = max(map(len, by_name))
   lines = {

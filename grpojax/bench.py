@@ -4,22 +4,22 @@
     python -m grpojax.bench --config=configs/x.py [--config.key=value ...]
                             (both: [--steps=N] [--warmup=N] [--out=FILE.json])
 
---workload is a GRPO step of the comparison with other libraries (see
-grpojax/benchmarks/workloads.py); each step has new prompts and the weights of
-the step before. It prints a line of JSON. arithmetic is a step of the embedded
-arithmetic-instruct with default settings; smollm2 and smollm2_lora have the
-sizes of SmolLM2-135M. "variant" names changed settings
+--workload=NAME times GRPO steps of the comparison with other libraries (sizes:
+grpojax/benchmarks/workloads.py) and prints a line of JSON. Each step updates
+the weights and has new prompts. `arithmetic` trains the bundled model
+arithmetic-instruct with default settings; `smollm2` and `smollm2_lora` have the
+sizes of SmolLM2-135M. The field "variant" lists the settings you change
 (--config.optim.micro_batches=1, ...).
 
---config is a step of any training config with random weights in the model's
-shapes: only the config.json of model.path is read. Prompts are random, of
+--config=FILE times steps of any training config with random weights: of the
+model it reads only config.json. Prompts are random and have
 data.max_prompt_length tokens; completions have sampling.max_new_tokens. It
-prints a table: seconds by part, tokens per second, and FLOPs of matrix products
-(without attention), also as a share of the devices' peak (on CPUs measured at
-the start).
+prints a table: seconds by part, tokens per second, FLOPs of matrix products
+(without attention), and the FLOPs' share of the devices' peak, which on CPUs is
+measured at the start.
 
-Steps in which other processes took at least 8% of the CPUs are excluded, unless
-all did. Each step is reported on standard error.
+Steps in which other processes took at least 8% of the CPUs do not count, unless
+this holds for all steps. Standard error shows the progress.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from grpojax.runtime.files import disk, records
 from grpojax.training.config import SETTINGS, from_config
 
 FLAGS = {
-  "workload": setting("", "step of the comparison", workloads.NAMES),
+  "workload": setting("", "GRPO step of the comparison", workloads.NAMES),
   "steps": setting(
     8, "timed steps; 10 with --workload=arithmetic", within="[1, inf)"
   ),
@@ -49,7 +49,7 @@ FLAGS = {
 
 
 def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
-  """Returns config and flags; a workload has different defaults."""
+  """Returns config and flags; a workload changes the config's defaults."""
   config, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
   name = flags.workload
   names = ", ".join(workloads.NAMES)

@@ -5,14 +5,14 @@
                            [--config.key=value ...]
 
 DIR is the directory of a training run, finished or not, a Hugging Face
-directory, or the name of an embedded model. A run formats prompts and samples
-as in training (data.template, data.system_prompt, ...), unless --temperature or
---config.sampling.* say otherwise. Other models use their chat template; without
-one they continue the prompt as text.
+directory, or the name of a bundled model. For a run, prompts are formatted and
+answers sampled as in training (data.template, data.system_prompt, ...), unless
+--temperature or --config.sampling.* change this. Other models get prompts in
+their chat template or, without a template, as plain text to continue.
 
---prompt asks a single time. --example=N asks problem N of the held-out data,
-from 0, and prints each answer with its reward; data and rewards come from the
-run, or for other models from --config.data.* and --config.reward.*. Otherwise
+--prompt=TEXT asks once. --example=N asks held-out problem N (the first is 0)
+and prints each answer with its reward. Data and rewards are the run's or, for
+other models, set by --config.data.* and --config.reward.*. Without either flag,
 each line of standard input is a prompt; /new clears the history, /quit or
 Ctrl-D ends the chat. Control characters in answers are escaped.
 """
@@ -36,8 +36,7 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training import policies, run_models
 from grpojax.training.config import SETTINGS, from_config
-from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.data import splits
+from grpojax.training.data import prompts, splits
 from grpojax.training.policies import Policy
 from grpojax.training.report import sample_rows
 from grpojax.training.run import memory
@@ -48,20 +47,23 @@ NEW, QUIT = "/new", "/quit"
 HELP = f"each line is a prompt; {NEW} clears the history, {QUIT} ends the chat"
 
 FLAGS = {
-  "model": setting("", "run, directory, .gguf file or embedded model"),
-  "best": setting(False, "checkpoint of the highest held-out accuracy"),
+  "model": setting("", "run, directory, .gguf file or bundled model"),
+  "best": setting(False, "use the checkpoint of highest held-out accuracy"),
   "prompt": setting("", 'single prompt; "" = each line of standard input'),
   "example": setting(
-    -1, "held-out problem to ask and score; -1 = none", within="[-1, inf)"
+    -1, "number of the held-out problem; -1 = none", within="[-1, inf)"
   ),
   "samples": setting(1, "answers per prompt", within="[1, 1024]"),
   "turns": setting(
     "auto",
-    "turns of a chat that the model reads; auto = one for a run, else all",
+    "turns that the model reads; `auto`: `all` if the model has a chat template"
+    " and is not a run, else `one`",
     choices=("auto", "all", "one"),
   ),
   "temperature": setting(
-    -1.0, "temperature; 0 = greedy, -1 = as trained", within="[-1, 100]"
+    -1.0,
+    "temperature; 0 = greedy, -1 = config.sampling.temperature",
+    within="[-1, 100]",
   ),
 }
 READS = (
@@ -96,15 +98,15 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
 
 
 def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
-  """Loads a held-out example; ValueError if there are fewer."""
+  """Loads held-out example `number`; ValueError if there are fewer."""
   count = max(settings.eval.num_prompts, number + 1)
   evaluated = dataclasses.replace(settings.eval, num_prompts=count)
   settings = dataclasses.replace(settings, eval=evaluated)
   try:
     examples = splits.load_examples(settings, "test")
-  except ValueError as error:  # too many prompts for a generated data set
-    setting = f"eval.num_prompts = {count}"
-    message = str(error).replace(setting, f"--example = {number}")
+  except ValueError as error:  # names eval.num_prompts, which the user left out
+    internal = f"eval.num_prompts = {count}"
+    message = str(error).replace(internal, f"--example = {number}")
     raise ValueError(message) from error
   if number >= len(examples):
     raise ValueError(
@@ -114,34 +116,34 @@ def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
 
 
 class Answer(NamedTuple):
-  """A completion."""
+  """Completion of a prompt, with its reward and earlier turns."""
 
   text: str  # not escaped
   tokens: int  # number of tokens, the EOS included
   finished: bool  # True if it ended within sampling.max_new_tokens
-  reward: float | None = None  # nan if it failed; None without rewards
+  reward: float | None = None  # nan if it failed; None if not computed
   before: tuple[str, ...] = ()  # earlier turns of model and environment
-  error: str | None = None  # failure of the environment
+  error: str | None = None  # message if the environment failed
 
 
 class Speaker(NamedTuple):
-  """A model that answers."""
+  """Model with its sampler and reward functions."""
 
   settings: TrainSettings
   policy: Policy
   params: Params
   sampler: Callable[..., Any]  # from `step.sampling.make_sampler`
-  reward_pool: scoring.RewardPool | None = None  # None without rewards
+  reward_pool: scoring.RewardPool | None = None  # None to compute no rewards
 
 
 def _fit_prompt(
   settings: TrainSettings, policy: Policy, example: dict[str, Any]
 ) -> TrainSettings:
-  """Doubles data.max_prompt_length until a prompt fits, so few sizes compile.
+  """Doubles data.max_prompt_length until the example's prompt fits.
 
-  ValueError if prompt and answer exceed the model's positions.
+  Few sizes are compiled this way. ValueError if the model lacks positions.
   """
-  _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
+  _, ids = prompts.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
   policies.check_positions(
     policy.directory, len(ids), new_tokens, policy.ignore_keys
@@ -158,16 +160,14 @@ def ask(
 ) -> tuple[str, list[Answer]]:
   """Returns the formatted prompt of an example and the model's answers.
 
-  Each `turn` draws different samples. ValueError if the model's chat template
-  refuses the prompt.
+  Each `turn` draws different samples. ValueError if the prompt is too long or
+  the model's chat template refuses it.
   """
   policy = speaker.policy
   settings = _fit_prompt(speaker.settings, policy, example)
-  prompts, examples = prompts_lib.prompts_of(settings, policy, [example], [0])
+  batch, examples = prompts.prompts_of(settings, policy, [example], [0])
   key = jax.random.fold_in(seed_key(settings.seed), turn)
-  sampled = speaker.sampler(
-    speaker.params, prompts_lib.trim(prompts), examples, key
-  )
+  sampled = speaker.sampler(speaker.params, prompts.trim(batch), examples, key)
   samples = sampled.rollout
   if speaker.reward_pool is None:
     texts = policies.decode(policy, samples)
@@ -197,7 +197,7 @@ def ask(
 
 
 def answer_lines(answers: list[Answer]) -> list[str]:
-  """Returns lines to print, with escaped control characters."""
+  """Formats answers as lines to print, with control characters escaped."""
   texts = []
   for i, answer in enumerate(answers, 1):
     about = [f"[{i}/{len(answers)}]"] if len(answers) > 1 else []
@@ -216,10 +216,10 @@ def answer_lines(answers: list[Answer]) -> list[str]:
 def talk(
   speaker: Speaker, read: Iterator[str], say: Callable[[str], None], turns: bool
 ) -> None:
-  """Answers lines until their end or `QUIT`.
+  """Answers each line of `read` through `say`, until `QUIT`.
 
-  With `turns`, the model reads earlier lines and the first answer to each; this
-  needs a chat template.
+  If `turns` is True, the model also reads earlier lines and the first answer to
+  each, which needs a chat template.
   """
   history: list[dict[str, str]] = []
   for turn, line in enumerate(read):
@@ -234,7 +234,7 @@ def talk(
       try:
         _, answers = ask(speaker, {"prompt": prompt}, turn)
       except ValueError as error:
-        say(printable(f"error: {error}"))  # may quote the chat template
+        say(printable(f"error: {error}"))  # the error may quote the template
         continue
       say("\n".join(answer_lines(answers)))
       if turns:
@@ -245,7 +245,7 @@ def talk(
 def _set_up(
   settings: TrainSettings, flags: ConfigDict, stack: contextlib.ExitStack
 ) -> tuple[Speaker, dict[str, Any] | None, bool]:
-  """Returns the model, a single example if any, and whether it reads old turns.
+  """Returns the speaker, the example to ask (or None), and True to read turns.
 
   All errors are raised before compilation.
   """
@@ -259,7 +259,7 @@ def _set_up(
     _fit_prompt(settings, policy, example)
   has_template = bool(policy.tokenizer.chat_template)
   if flags.turns == "all" and not has_template:
-    raise ValueError("--turns=all: the model has no chat template: use one")
+    raise ValueError("--turns=all needs a chat template: use --turns=one")
   turns = flags.turns == "all"
   if flags.turns == "auto":
     turns = has_template and not run_models.is_run(flags.model)
@@ -280,7 +280,7 @@ def _set_up(
 
 
 def _lines() -> Iterator[str]:
-  """Yields lines of standard input; prints a prompt to a terminal."""
+  """Yields lines of standard input; on a terminal, prints "> " before each."""
   typed = sys.stdin.isatty()
   if isinstance(sys.stdin, io.TextIOWrapper):
     sys.stdin.reconfigure(errors="replace")
@@ -296,10 +296,10 @@ def _lines() -> Iterator[str]:
 
 
 def _ask_once(speaker: Speaker, example: dict[str, Any]) -> None:
-  """Prints the answers to an example; with rewards also prompt and solution."""
+  """Prints answers to an example; with rewards also prompt and right answer."""
   pool = speaker.reward_pool
   if pool is not None:
-    steps = speaker.settings.steps  # as at the end of the run
+    steps = speaker.settings.steps  # for rewards that depend on the step
     (example,) = scoring.with_step(pool.pool, [example], steps, steps)
   prompt, answers = ask(speaker, example)
   if pool is not None:

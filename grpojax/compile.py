@@ -8,21 +8,21 @@ config on the given slice (rollout, reference pass, update; with
 reward.on_device a single program), and prints the memory, FLOPs, HBM traffic,
 bytes between chips and estimated seconds of each. Weights and data are not
 needed: it reads only the config.json of model.path (a directory, ORG/NAME of
-the Hub, or the file itself). TPUs need libtpu (pip install 'jax[tpu]'), GPUs
-JAX's CUDA plugin (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, in
-JAX's version).
+the Hub, or the file itself). To compile for TPUs, install libtpu (pip install
+'jax[tpu]'); for GPUs, JAX's CUDA plugin in JAX's version (pip install --no-deps
+jax-cuda13-plugin jax-cuda13-pjrt).
 
-Slices: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, ...; v5e:4x4*2 is
-two slices and a network whose bytes are counted ("between slices") but whose
-time is not. h100:8, h200:1, a100:4 are GPUs of one node; cpu:8 is eight CPU
-devices with made-up peaks, for trials.
+Slices: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, ...; v5e:4x4*2 are
+two slices, for which the table has the bytes sent "between slices" but not
+their time. h100:8, h200:1, a100:4 are GPUs of one node; cpu:8 is eight CPU
+devices with invented peak rates, for trials.
 
-Exit codes: 0, it fits; 3, it does not fit; 1, compilation failed (see stderr).
+The exit code is 0 if the step fits, 3 if it does not, 1 after an error.
 
-Memory is exact: XLA's allocation. Seconds are a roofline for completions of
-full length (sampling.max_new_tokens), and on TPUs also XLA's own cycle count;
-expect a time between the two (grpojax/aot/roofline.py). Rewards, evaluations
-and saving are not included.
+Memory is exact, because it is XLA's allocation. Seconds are a roofline estimate
+for completions of full length (sampling.max_new_tokens); TPUs also have XLA's
+own estimate in cycles, and real times lie between the two
+(grpojax/aot/roofline.py). Rewards, evaluations and saving are not included.
 """
 
 import sys
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     settings = from_config(config)
     machine = topology.machine(flags.topology)
     if count := settings.mesh.sampling_devices:
-      raise ValueError(f"mesh.sampling_devices = {count}: unsupported, use 0")
+      raise ValueError(f"mesh.sampling_devices = {count}: use 0 to compile")
     mesh = setup.make_mesh(settings, machine.devices)
     batches.check_mesh(settings, mesh)
     run = programs.open_run(settings, mesh)

@@ -4,7 +4,7 @@
                                [--k=1,2,4] [--majority] [--temperature=1.0]
                                [--out=FILE.json] [--config.key=value ...]
 
-DIR (or --model=DIR) is a Hugging Face directory, the name of an embedded model,
+DIR (or --model=DIR) is a Hugging Face directory, the name of a bundled model,
 ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or the directory of a
 training run, finished or not, whose config becomes the default. Settings that
 evaluation ignores are refused. By default it decodes greedily and prints
@@ -14,10 +14,10 @@ prompts. --majority adds maj@k: how often the most frequent answer of k
 completions is right.
 
 --compare evaluates a second model on the same problems and prints, for each
-metric, the paired difference (--model less --compare) with its 95% interval and
-a two-sided p-value. Each model is prompted in its own format. Both use the same
-data, lengths and random numbers, taken from --model if it is a run, never from
---compare. With data.too_long=drop both get the problems that fit both.
+metric, the paired difference (--model minus --compare) with its 95% interval
+and a two-sided p-value. Each model is prompted in its own format. Both use the
+same data, lengths and random seed, taken from --model if it is a run, never
+from --compare. With data.too_long=drop, problems must fit both models.
 """
 
 import contextlib
@@ -42,23 +42,22 @@ from grpojax.training.data import mixtures
 from grpojax.training.evaluation import evaluation
 from grpojax.training.run import memory
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import episodes, scoring
-from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step import episodes, sampling, scoring
 
 FLAGS = {
   "model": setting(
-    "", "directory, .gguf file, embedded model, run, or ORG/NAME[@REVISION]"
+    "", "directory, .gguf file, bundled model, run, or ORG/NAME[@REVISION]"
   ),
   "compare": setting(
     "", 'second model, evaluated with the data settings of --model; "" = none'
   ),
-  "best": setting(False, "checkpoint of the highest held-out accuracy"),
+  "best": setting(False, "use the checkpoint of highest held-out accuracy"),
   "samples": setting(
     0, "completions per prompt; 0 = one greedy completion", within="[0, inf)"
   ),
-  "k": setting("1", "k of pass@k, comma-separated, each at most --samples"),
+  "k": setting("1", "values of k, comma-separated, each at most --samples"),
   "majority": setting(
-    False, "maj@k, the majority vote of k answers, for each k"
+    False, "also report maj@k, the accuracy of the most frequent of k answers"
   ),
   "temperature": setting(1.0, "sampling temperature", within="[0.01, 100]"),
   "out": setting("", 'JSON file for the result; "" = none'),
@@ -73,11 +72,11 @@ READS = tuple(
 
 _Models = list[tuple[policies.Policy, Params]]
 _Values = list[dict[str, np.ndarray]]
-"""Metrics of each model by name, [prompts]."""
+"""For each model, its metrics by name, with a value per prompt: [prompts]."""
 
 
 def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
-  """Refuses conflicting flags; returns the ks, [] if greedy."""
+  """Refuses conflicting flags; returns the values of k, [] if greedy."""
   try:
     ks = [int(k) for k in flags.k.split(",")]
   except ValueError:
@@ -87,10 +86,10 @@ def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
   first = settings.reward.functions[0]
   judges = {first, *mixtures.judges(settings).values()}
   errors = {
-    "an interval over prompts needs --config.eval.num_prompts=2": (
+    "--samples needs --config.eval.num_prompts=2 or more, for intervals": (
       samples and settings.eval.num_prompts < 2
     ),
-    "--k and --majority need --samples": (
+    "--k and --majority need --samples=N": (
       not samples and (majority or flags.k != FLAGS["k"].default)
     ),
     f"--majority needs {' or '.join(evaluation.VOTING)}, which extract "
@@ -111,7 +110,7 @@ def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
 
 
 def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
-  """Returns the settings, the flags and the ks of a command line."""
+  """Returns the settings, the flags and the values of k."""
 
   def parse(default=None, reads=READS):
     return command_line.parse(
@@ -119,13 +118,13 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
     )
 
   config, flags = parse()
-  if run_models.is_run(flags.model):  # a run keeps its data type
+  if run_models.is_run(flags.model):  # refuse model.dtype, which runs ignore
     reads = [name for name in READS if name != "model.dtype"]
     config, flags = parse(lambda: run_models.read_config(flags.model), reads)
   settings = from_config(config)
   if not flags.model:
     raise ValueError(
-      "give --model: a directory, .gguf file, embedded model, run, or ORG/NAME "
+      "give --model: a directory, .gguf file, bundled model, run, or ORG/NAME "
       "of the Hub"
     )
   ks = _check_flags(settings, flags)
@@ -172,8 +171,9 @@ def _evaluate(
   models: _Models,
   held_out: list[evaluation.HeldOut],
 ) -> tuple[_Values, dict[str, _Values]]:
-  """Evaluates each model; returns its metrics, overall and by data set."""
-  sampling = Sampling(flags.temperature if flags.samples else 0.0)
+  """Returns the metrics of each model, over all problems and by data set."""
+  distribution = Sampling(flags.temperature if flags.samples else 0.0)
+  count = flags.samples or 1
   answer = None
   if flags.majority:
     answer = evaluation.answer_reader(settings, settings.reward.functions[0])
@@ -189,8 +189,8 @@ def _evaluate(
           episodes.check(settings, policy, environment, example)
     shown = screen.Screen(settings.log.every)
     for (policy, params), problems in zip(models, held_out, strict=True):
-      sampler = sampling_lib.make_sampler(
-        settings, policy, flags.samples or 1, sampling, environment=environment
+      sampler = sampling.make_sampler(
+        settings, policy, count, distribution, environment=environment
       )
       result = evaluation.evaluate(
         settings,
@@ -205,9 +205,9 @@ def _evaluate(
       if result.failures:
         print(evaluation.failed(result.failures))
       values.append(evaluation.per_prompt(result, ks, answer))
-      each = evaluation.by_data_set(settings, result, values[-1])
-      for name, of_data_set in each.items():
-        by_data_set.setdefault(name, []).append(of_data_set)
+      parts = evaluation.by_data_set(settings, result, values[-1])
+      for name, metrics in parts.items():
+        by_data_set.setdefault(name, []).append(metrics)
   return values, by_data_set
 
 
@@ -229,9 +229,9 @@ def main(argv: list[str]) -> None:
         records.write_json(flags.out, results)
   finally:
     _report(flags, values)
-    for name, of_data_set in by_data_set.items():
+    for name, metrics in by_data_set.items():
       print(f"\n{name}", end=", ")
-      _report(flags, of_data_set)
+      _report(flags, metrics)
 
 
 def _results(flags: ConfigDict, values: _Values) -> dict[str, Any]:

@@ -7,9 +7,9 @@ RUN (or --model=RUN) is the directory of a training run, finished or not, or a
 model that training can start from. DIR gets the configuration, the tokenizer
 with its chat template, the generation configuration and the weights
 (safetensors, in files of at most 5 GB) of the newest checkpoint or of step N,
-in float32 unless --dtype is given. A finished run without checkpoints exports
-its model/. LoRA adapters are merged into the base model; --adapter writes the
-adapter alone, in the format of the peft library.
+in the trained data type unless --dtype is given. A finished run without
+checkpoints exports its model/. LoRA adapters are merged into the base model;
+--adapter writes the adapter alone, in the format of the peft library.
 """
 
 import pathlib
@@ -29,12 +29,12 @@ FLAGS = {
   "step": setting(
     -1, "step of the checkpoint; -1 = the newest", within="[-1, inf)"
   ),
-  "best": setting(False, "checkpoint of the highest held-out accuracy"),
+  "best": setting(False, "use the checkpoint of highest held-out accuracy"),
   "dtype": setting("", 'data type of the weights; "" = as trained', DTYPES),
   "ignore_keys": setting(
-    (), "model.ignore_keys of a model to copy; a run has its own"
+    (), "unknown keys of config.json to ignore, if a model is copied"
   ),
-  "adapter": setting(False, "adapter of a LoRA run without its base"),
+  "adapter": setting(False, "write only the adapter of a LoRA run"),
 }
 SETTINGS = None
 

@@ -6,9 +6,9 @@ RUN is the directory of a training run, finished or not, or its gs:// URL. The
 report has curves with intervals, the distribution of rewards, completions to
 browse, the gradient's noise if it was diagnosed, failures, settings, and time
 by part. Several runs share their plots, and each is compared with the first:
-held-out answers prompt by prompt, metrics step by step. The file needs no
-network and no other file. By default it is report.html, in the run directory of
-a single run on a disk, else in the working directory.
+held-out answers prompt by prompt, metrics step by step. The file works offline
+and alone. The default is report.html, in the run directory if there is a single
+run and it is on disk, else in the working directory.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ from grpojax.runtime.terminal.screen import printable
 from grpojax.training.report import run_report
 from grpojax.training.run import run_directory, run_storage
 
-FLAGS = {"out": setting("", 'file to write; "" = report.html, see above')}
+FLAGS = {"out": setting("", 'file to write; "" = report.html, in a single run')}
 SETTINGS = None
 
 

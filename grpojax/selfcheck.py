@@ -2,24 +2,24 @@
 
     python -m grpojax.selfcheck [--out=DIR] [--skip=resume,step]
 
-It prints a Markdown table for an issue, and writes it to DIR/selfcheck.md. On
-several hosts run the same command on all of them, with --shared=DIR for
-`resume`; the first prints the table. It takes about ten minutes on an
-accelerator, mostly compilation:
+It prints a Markdown table to paste into an issue, and writes it to
+DIR/selfcheck.md. On several hosts run the same command on all of them, with
+--shared=DIR for `resume`; the first host prints the table. The checks take
+about ten minutes on an accelerator, mostly compilation:
 
-resume      a bfloat16 run of the default job that is killed and restarted ends
-            in the same model, bit for bit, as an uninterrupted run (GPUs need
-            --xla_gpu_deterministic_ops, which it sets); the trainer's
+resume      a bfloat16 run of the default job, killed and resumed, ends in the
+            same model, bit for bit, as an uninterrupted run (the check sets
+            --xla_gpu_deterministic_ops, which GPUs need); the trainer's
             log-probabilities are close to the rollout's
-parity      log-probabilities of the embedded model are close to recorded values
-            of a CPU
-attention   attention in blocks and in kernels equals plain attention, values
-            and gradients
-step        a step of 0.5 billion random weights: seconds, share of the peak and
-            memory, with the estimates of `grpojax.compile` for the chip (on
-            CPUs a small step without estimates)
+parity      log-probabilities of a bundled model are close to values recorded on
+            a CPU
+attention   attention in blocks and in kernels has the values and gradients of
+            plain attention
+step        seconds, memory and share of peak FLOPs of a step with 0.5 billion
+            random weights, beside the estimates of `grpojax.compile` (on CPUs a
+            small step without estimates)
 
-Exit code 1: a check failed; its rows are marked.
+The exit code is 1 if a check failed; the table marks its rows.
 """
 
 import functools
@@ -61,10 +61,10 @@ from grpojax.training.settings.run import TrainSettings
 
 FIGURES = pathlib.Path(__file__).parent / "assets" / "cpu_logprobs.json"
 MODEL = "arithmetic-instruct"
-RUNS = "whole", "killed"  # of `check_resume`
-# Maximum mean differences of log-probabilities, nats per token: from a CPU in
-# float32 and bfloat16, and of the trainer from the rollout.
-FLOAT32, BFLOAT16, MISMATCH = 1e-4, 0.1, 0.02
+RUNS = "whole", "killed"  # directories of `check_resume`
+# Largest mean differences of log-probabilities, in nats per token
+FLOAT32, BFLOAT16 = 1e-4, 0.1  # from a CPU, by data type
+MISMATCH = 0.02  # between trainer and rollout
 # On GPUs the order of sums and the choice of kernels differ between runs.
 SAME_BITS = "--xla_gpu_deterministic_ops=true"
 
@@ -73,13 +73,13 @@ class Row(NamedTuple):
   """Row of the table."""
 
   name: str
-  seen: str
+  seen: str  # measured value
   expected: str = ""  # "" if unknown
   ok: bool = True
 
 
 def at_most(name: str, seen: float, most: int | float, unit: str = "") -> Row:
-  """Returns the row of a number with an upper bound; nan fails."""
+  """Returns a row that compares a number with an upper bound; nan fails."""
   return Row(name, f"{seen:.2g}{unit}", f"at most {most:g}{unit}", seen <= most)
 
 
@@ -89,14 +89,14 @@ def _train(
   kill_at: int | None = None,
   words: Sequence[str] = (),
 ) -> None:
-  """Runs a small default job for eight steps, or kills it after `kill_at`."""
+  """Trains a small default job for 8 steps; kills it after step `kill_at`."""
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={run}", *words]
   settings = "steps=8 checkpoint.every=1 model.dtype=bfloat16 batch_size=8 "
   settings += "eval.num_prompts=8 group_size=4 diagnostics.every=0"
   command += [f"--config.{word}" for word in settings.split()]
   flags = f"{os.environ.get('XLA_FLAGS', '')} {SAME_BITS}"
 
-  def is_time() -> bool:
+  def reached() -> bool:
     rows = records.read_jsonl(run / run_directory.METRICS)
     return sum("reward_mean" in row for row in rows) >= kill_at
 
@@ -107,12 +107,12 @@ def _train(
     try:
       while process.poll() is None:
         time.sleep(0.1)
-        if kill_at and is_time():
+        if kill_at and reached():
           return
     finally:
       process.kill()
       process.wait()
-  if kill_at and is_time():  # ended because another host killed its process
+  if kill_at and reached():  # the kill on another host ended it
     return
   if process.returncode:
     text = log.read_text(errors="replace")
@@ -123,7 +123,7 @@ def _train(
 def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
   """Compares a run that was killed and resumed with an uninterrupted run.
 
-  `shared` is an empty directory of all hosts, or "" for a temporary directory;
+  `shared` is an empty directory shared by all hosts, or "" for a temporary one;
   `words` are additional arguments of the runs.
   """
   with tempfile.TemporaryDirectory(prefix="grpojax-selfcheck-") as scratch:
@@ -145,7 +145,7 @@ def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
 
 
 def logprobs(dtype: Any) -> np.ndarray:
-  """Returns the embedded model's log-probabilities [4, 2, 32] of random ids."""
+  """Returns log-probabilities [B, G, T] of random ids under `MODEL`."""
   lm, params = hf.load(MODEL, dtype=dtype)
   rng = np.random.default_rng(0)
   prompts = rng.integers(3, 13, (4, 8))
@@ -157,7 +157,7 @@ def logprobs(dtype: Any) -> np.ndarray:
 
 
 def check_parity() -> Iterator[Row]:
-  """Compares log-probabilities with recorded values of a CPU."""
+  """Compares log-probabilities with values recorded on a CPU."""
   figures = np.array(json.loads(FIGURES.read_text()))
   for dtype, most in ((jnp.float32, FLOAT32), (jnp.bfloat16, BFLOAT16)):
     distance = np.abs(logprobs(dtype) - figures).mean()
@@ -166,7 +166,8 @@ def check_parity() -> Iterator[Row]:
 
 
 def check_attention() -> Iterator[Row]:
-  """Compares attention of long rows with plain attention."""
+  """Compares attention in blocks and in kernels with plain attention."""
+  # Prompts, samples, KV heads, queries per head, tokens, head size, prompt size
   b, g, k, r, s, e, p = 1, 2, 2, 2, 512, 64, 128
   shapes = [(b, g, k, r, s, e), *[(b, g, k, s, e)] * 2, *[(b, k, p, e)] * 2]
   keys = jax.random.split(seed_key(0), 6)
@@ -176,16 +177,16 @@ def check_attention() -> Iterator[Row]:
   positions = jnp.broadcast_to(jnp.arange(s), (b, g, s))
   seen = Visibility(positions, None, mask, False)
 
-  def whole(q, *x):
+  def plain(q, *x):
     causal = jnp.tril(jnp.ones((s, s), bool))
     return two_part_attention(q, x[:2], causal, x[2:], mask)
 
-  def long(attention, q, *x):
+  def adapted(attention, q, *x):
     row = KeysValues(*x[:2])
     prompt = PromptKeysValues(*x[2:])
     return attention(q, row, prompt, seen)
 
-  def all_of(function, dtype):
+  def value_and_gradients(function, dtype):
     def loss(*x):
       out = function(*x).astype(jnp.float32)
       return jnp.sum(weights * out), out
@@ -194,11 +195,12 @@ def check_attention() -> Iterator[Row]:
       run = jax.jit(jax.grad(loss, range(5), has_aux=True))
       return jax.tree.leaves(run(*[x.astype(dtype) for x in draws]))
 
-  expected = all_of(whole, jnp.float32)
+  expected = value_and_gradients(plain, jnp.float32)
   kernels = functools.partial(kernel_attention, platform=jax.default_backend())
   for name, attention in (("in blocks", block_attention), ("kernels", kernels)):
     for dtype, most in ((jnp.float32, 1e-4), (jnp.bfloat16, 0.05)):
-      results = all_of(functools.partial(long, attention), dtype)
+      function = functools.partial(adapted, attention)
+      results = value_and_gradients(function, dtype)
       errors = [
         float(jnp.abs(x - y).max() / jnp.abs(y).max())
         for x, y in zip(results, expected, strict=True)
@@ -211,7 +213,7 @@ def step_settings(directory: pathlib.Path, devices: int) -> TrainSettings:
   """Returns settings of a step; writes its model's config.json to `directory`.
 
   On accelerators: a Llama of Qwen2.5-0.5B's sizes, 8 prompts x 16 samples per
-  device, 512 + 1,024 tokens.
+  device, 512 tokens per prompt and 1,024 per completion.
   """
   small = jax.default_backend() == "cpu"
   sizes = dict(vocab_size=151_936, width=896, layers=24, heads=14, mlp=4864)
@@ -234,7 +236,7 @@ def step_settings(directory: pathlib.Path, devices: int) -> TrainSettings:
 
 
 def check_step() -> Iterator[Row]:
-  """Yields times and memory of a step, with estimates."""
+  """Measures times and memory of a step, beside their estimates."""
   with tempfile.TemporaryDirectory(prefix="grpojax-selfcheck-") as scratch:
     settings = step_settings(pathlib.Path(scratch), jax.device_count())
     run = configured.open_run(settings)
@@ -285,13 +287,13 @@ SETTINGS = None
 
 
 def markdown(rows: list[Row]) -> str:
-  """Returns the table, with devices and versions."""
+  """Formats the table, under a line with devices and versions."""
   about = f"jax {jax.__version__}, Python {sys.version.split()[0]}"
   try:
     devices = jax.devices()
     kind = f"{devices[0].device_kind} ({devices[0].platform})"
     about = f"{len(devices)} {kind}, {about}"
-  except RuntimeError:  # an error row has the reason
+  except RuntimeError:  # the rows have the reason
     about = f"no device, {about}"
   lines = [about, "", "| check | seen | expected | |", "|---|---|---|---|"]
   for row in rows:
@@ -310,7 +312,7 @@ def _run(names: Sequence[str], rows: list[Row], **options: Any) -> None:
     except Exception as error:  # later checks still run
       text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
       rows.append(Row(name, text.replace("|", "/"), ok=False))
-      if distributed.several():  # other processes wait for this one
+      if distributed.several():  # otherwise other processes wait for this one
         raise
 
 
@@ -321,7 +323,7 @@ def _parse(argv: list[str]) -> tuple[Any, list[str]]:
   if unknown := [name for name in flags.skip if name not in CHECKS]:
     raise ValueError(f"--skip={unknown[0]}: use {', '.join(CHECKS)}")
   if set(flags.skip) == set(CHECKS):
-    raise ValueError("--skip: skips all checks: keep at least one")
+    raise ValueError("--skip leaves no check to run: keep at least one")
   names = [name for name in CHECKS if name not in flags.skip]
   shared = flags.shared
   if "resume" not in names:
@@ -333,8 +335,8 @@ def _parse(argv: list[str]) -> tuple[Any, list[str]]:
     )
   if shared and any((epath.Path(shared) / x).exists() for x in RUNS):
     raise ValueError(
-      f"--shared={shared}: has {' or '.join(RUNS)} of an earlier check: remove "
-      "them, or give another directory"
+      f"--shared={shared} contains {' or '.join(RUNS)} of an earlier check: "
+      "remove them, or give another directory"
     )
   return flags, names
 
@@ -343,7 +345,7 @@ def main(argv: list[str]) -> int:
   """Runs the program with command line arguments `argv`."""
   with command_line.usage_errors():
     flags, names = _parse(argv)
-  # SystemExit also kills a run that was started.
+  # On SystemExit, `_train` kills the run that it has started.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
   processes = {name: getattr(flags, name) for name in distributed.FLAGS}
   rows: list[Row] = []
@@ -355,9 +357,9 @@ def main(argv: list[str]) -> int:
     with command_line.usage_errors(), distributed.joined(**processes):
       prints = distributed.is_main()
       _run([name for name in names if name != "resume"], rows)
-      everyones = distributed.gather([list(row) for row in rows])
-    for i, others in enumerate(everyones[1:], 1):
-      wrong = [row for row in (Row(*x) for x in others) if not row.ok]
+      by_process = distributed.gather([list(row) for row in rows])
+    for i, columns in enumerate(by_process[1:], 1):
+      wrong = [row for row in (Row(*x) for x in columns) if not row.ok]
       rows += [x._replace(name=f"process {i}: {x.name}") for x in wrong]
   except BaseException:  # earlier rows are still written
     rows.append(Row("interrupted", "later checks did not run", ok=False))

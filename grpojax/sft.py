@@ -5,9 +5,9 @@ r"""Supervised fine-tuning: makes the models that GRPO starts from.
 
 Trains a decoder from scratch or from a Hugging Face directory, and writes a
 Hugging Face directory. The texts are random arithmetic, or the prompts and
-solutions of a data set's training split. The sft.json of each embedded model
-(in grpojax/assets) has the command that made it. For a model of GSM8K with a
-new tokenizer:
+solutions of a data set's training split. The sft.json of each bundled model (in
+grpojax/assets) has the command that trained it. This one trains a model with a
+new tokenizer on GSM8K:
 
     python -m grpojax.sft --config.data.name=gsm8k --config.data.path=DIR \
         --config.format=dialogue --config.tokenizer=bpe
@@ -67,8 +67,8 @@ SETTINGS = section(
   row_length=_count(272, "tokens per row; longer examples are dropped"),
   log_every=_count(100, "steps between progress lines"),
   hasty=_share(0.6, "arithmetic: share of texts without steps"),
-  forget_low=_share(0.0, "arithmetic: share of forgotten carries at sum 10"),
-  forget_high=_share(0.0, "arithmetic: share of forgotten carries at sum 19"),
+  forget_low=_share(0.0, "arithmetic: share of lost carries in columns of 10"),
+  forget_high=_share(0.0, "arithmetic: share of lost carries in columns of 19"),
   difficulty_low=_count(2, "arithmetic: fewest operations"),
   difficulty_high=setting(4, "arithmetic: most operations"),
   tokenizer=setting(
@@ -78,18 +78,18 @@ SETTINGS = section(
   data=section(
     "texts",
     name=setting("arithmetic", "data set; arithmetic is generated"),
-    path=setting("", "file, directory or glob pattern; huggingface: ORG/NAME"),
+    path=setting("", "file, directory, glob pattern, or ORG/NAME of the Hub"),
     options=free_section("keyword arguments of the data set's load function"),
     template=setting("{prompt}\n", "template of plain-text prompts"),
     special_tokens=setting(
       "text", "meaning of special tokens in texts", SPECIAL_TOKENS
     ),
-    learn_prompts=setting(False, "loss on prompts, too"),
+    learn_prompts=setting(False, "also compute the loss on prompts"),
   ),
   model=section(
     "model",
     path=setting(
-      "", 'directory, .gguf file, embedded model or ORG/NAME; "" = from scratch'
+      "", 'directory, .gguf file, bundled model or ORG/NAME; "" = from scratch'
     ),
     ignore_keys=setting((), "unknown keys of config.json to ignore"),
     width=_count(128, "from scratch: width"),
@@ -128,7 +128,7 @@ def validate(config: ConfigDict) -> None:
     if values[f"{name}_high"] < values[low]:
       wrong[f"{name}_high"] = f"must not be below {low} = {values[low]}"
   if config.tokenizer == "bpe" and config.data.name == "arithmetic":
-    wrong["tokenizer"] = "arithmetic has no bpe: use characters"
+    wrong["tokenizer"] = "is not available for arithmetic: use characters"
   if config.optim.warmup_steps >= max(config.steps, 1):
     wrong["optim.warmup_steps"] = f"must be below steps = {config.steps}"
   errors += [configs.config_error(x, values[x], wrong[x]) for x in wrong]
@@ -162,24 +162,24 @@ def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:
 
 
 def set_format(path: pathlib.Path, tokenizer, config: ConfigDict) -> None:
-  """Writes the chat template and the EOS ids of a format to a model directory.
+  """Writes the chat template and the EOS ids of `config.format` to `path`.
 
-  A blank line ends a problem of arithmetic documents, so it is an EOS as well.
+  In arithmetic documents a blank line ends a problem, so it is an EOS too.
   """
   eos = [tokenizer.eos_token_id]
-  drawn = config.data.name == "arithmetic"
+  is_arithmetic = config.data.name == "arithmetic"
   if config.format == "dialogue":
-    if drawn or not tokenizer.chat_template:
+    if is_arithmetic or not tokenizer.chat_template:
       tokenizer.chat_template = tokenization.CHAT_TEMPLATE
       tokenizer.save_pretrained(str(path))
-  elif drawn:
+  elif is_arithmetic:
     blank = tokenizer.encode("\n\n", add_special_tokens=False)
     if len(blank) != 1:
-      raise ValueError("documents need a tokenizer with a blank-line token")
+      raise ValueError("the tokenizer has no blank-line token: use dialogue")
     eos += blank
   elif tokenizer.chat_template:
     raise ValueError(
-      "--config.format = document: this model has a chat template; use dialogue"
+      "--config.format = document: the model has a chat template: use dialogue"
     )
   generation = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
   (path / "generation_config.json").write_text(json.dumps(generation, indent=2))
@@ -190,7 +190,7 @@ def texts(
 ) -> Iterator[texts_lib.Text]:
   """Returns an endless iterator of (context ids, learned ids).
 
-  `tokenizer` has the format of `set_format`, `examples` are from
+  `set_format` must have prepared `tokenizer`; `examples` are from
   `load_examples`. ValueError if all examples are too long.
   """
   data = config.data
@@ -223,14 +223,14 @@ def texts(
   )
   tokens = sum(len(context) + len(learned) for context, learned in encoded)
   print(
-    f"{len(encoded)} texts, {tokens} tokens; dropped, with more than "
-    f"{config.row_length} tokens: {dropped}"
+    f"{len(encoded)} texts, {tokens} tokens; dropped {dropped} texts with more "
+    f"than {config.row_length} tokens"
   )
   return texts_lib.epochs(encoded, config.seed)
 
 
 def make_tx(config: ConfigDict) -> optax.GradientTransformation:
-  """Returns Muon for layers' matrices and AdamW otherwise (Jordan et al. 2024).
+  """Returns Muon (Jordan et al. 2024) for the layers' matrices, else AdamW.
 
   Both have a linear warmup and a cosine decay to 1% of the peak.
   """
@@ -287,7 +287,7 @@ def make_step(lm, tx):
 
 
 def fit(config: ConfigDict, lm, params, stream):
-  """Trains; returns the parameters and rows of "step" and "loss"."""
+  """Trains; returns the parameters and rows {"step": ..., "loss": ...}."""
   tx = make_tx(config)
   opt_state = tx.init(params)
   step = make_step(lm, tx)
@@ -348,7 +348,7 @@ def main(argv: list[str]) -> None:
           f"{out} exists already: remove it, or use another --out"
         )
       disk.check_writable(out, "--out")
-      config.model.path = policies.pinned(config.model.path)  # for the record
+      config.model.path = policies.pinned(config.model.path)  # for sft.json
       lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     tokens = config.rows * config.row_length
@@ -370,7 +370,7 @@ def main(argv: list[str]) -> None:
       shutil.rmtree(whole, ignore_errors=True)
       raise
     if out.exists():
-      sys.exit(f"{out} exists by now: the trained model is in {whole}")
+      sys.exit(f"{out} was created meanwhile: the trained model is in {whole}")
     whole.rename(out)
   print(f"wrote {out}")
 

@@ -11,13 +11,13 @@ The default config is configs/arithmetic.py, or configs/own_model.py if you set
     lengths.npz         numbers of tokens of all prompts
     metrics.jsonl       a line per step and per evaluation
     samples.jsonl       groups of completions with their rewards
-    rewards.jsonl       counts of each reward per step (neither file with
-                        reward.on_device: completions never reach the host)
+    rewards.jsonl       counts of each reward per step (with reward.on_device
+                        this file and samples.jsonl are not written)
     evaluations.jsonl   which held-out answers were right
     failures.jsonl      failed rewards with their completions
     tensorboard/        metrics for TensorBoard (log.trackers)
     trackers.json       ids of the run in other trackers
-    checkpoints/        newest states, by Orbax
+    checkpoints/        newest training states, saved by Orbax
     model/              trained model in Hugging Face format
     learning_curve.png
     report.html         all results, for a browser
@@ -27,14 +27,14 @@ The default config is configs/arithmetic.py, or configs/own_model.py if you set
 
 DIR may be gs://BUCKET/DIR (see `grpojax.training.run.run_storage`).
 
-The same command resumes a run; a finished run is left alone. Settings that do
-not affect past steps may then change: steps (more steps extend a finished run),
-log.*, eval.*, checkpoint.*, stop.*, profile.*, data.too_long, reward.workers,
-reward.timeout, mesh.*, optim.micro_batches, optim.packing, model.remat,
-model.reference and others (docs/resume.md). SIGTERM saves and exits with code
-75: the same command resumes. `stop.*` can end a useless run: it saves, prints
-the reason and exits with code 1. `stop.no_improvement` finishes a run early,
-once its held-out accuracy no longer rises.
+The same command resumes a run; it leaves a finished run unchanged. A resumed
+run accepts new values of settings that do not affect past steps: steps (more
+steps extend a finished run), log.*, eval.*, checkpoint.*, stop.*, profile.*,
+data.too_long, reward.workers, reward.timeout, mesh.*, optim.micro_batches,
+optim.packing, model.remat, model.reference and others (docs/resume.md).
+After SIGTERM a run saves and exits with code 75. Conditions `stop.*` can end a
+useless run, which saves, prints the reason and exits with code 1.
+`stop.no_improvement` finishes a run once its held-out accuracy stops rising.
 """
 
 import contextlib
@@ -66,12 +66,12 @@ FLAGS = {
   **distributed.FLAGS,
 }
 
-REAL = "gsm8k_qwen2_5_0_5b"  # config to suggest after an embedded model
+REAL = "gsm8k_qwen2_5_0_5b"  # config to suggest after a bundled model
 REAL_ON_CPU = "smollm2"
 
 
 def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
-  """Returns lines on return and accuracy before and after, and on troubles."""
+  """Returns lines on accuracy and return before and after, and on failures."""
   lines = []
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
@@ -108,12 +108,12 @@ def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
 
 
 def group_size_line(summary: Mapping[str, Any]) -> str:
-  """Describes the best group size of a summary; null is infinity."""
+  """Describes the best group size in a run's summary; None means infinity."""
   low, high = summary["optimal_group_size_interval"]
   if low == 1 and high in (None, math.inf):
     return (
-      "the best group size is unknown, the diagnosis was too noisy: raise "
-      "diagnostics.share or diagnostics.tangents"
+      "the best group size is unknown because the diagnosis was too noisy: "
+      "raise diagnostics.share or diagnostics.tangents"
     )
   best, low, high = (
     "inf" if x is None else f"{x:.1f}"
@@ -126,7 +126,7 @@ def group_size_line(summary: Mapping[str, Any]) -> str:
 
 
 def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:
-  """Returns shell commands for a finished run by purpose."""
+  """Returns shell commands that use a finished run, by purpose."""
   run = os.fspath(run)
   start = hub_pins.model(settings)
   name = os.path.basename(run.rstrip("/")) or "run"
@@ -156,7 +156,7 @@ def final_lines(
 ) -> list[str]:
   """Returns lines to print at the end of a run.
 
-  `run` is its path or URL, `directory` a local copy.
+  `run` is the run's path or URL, `directory` its local copy.
   """
   about = {
     f"{run_directory.MODEL}/": (
@@ -191,7 +191,7 @@ def main(argv: list[str]) -> None:
     config, flags = parse_job(argv, FLAGS, SETTINGS, __doc__)
     settings = from_config(config)
   compilation.keep()
-  where = flags.run_dir or f"runs/{settings.name}"
+  run = flags.run_dir or f"runs/{settings.name}"
   join = distributed.joined(
     flags.coordinator, flags.num_processes, flags.process_id
   )
@@ -200,15 +200,15 @@ def main(argv: list[str]) -> None:
       with command_line.usage_errors():
         stack.enter_context(join)
         stack.enter_context(disk.errors())
-        directory, sync = stack.enter_context(run_storage.opened(where))
+        directory, sync = stack.enter_context(run_storage.opened(run))
       summary = fit.run(settings, directory, sync)
       with command_line.usage_errors():
         distributed.on_main(sync)
       if summary is None:
-        print(f"{where} is finished: nothing to do (see summary.json there)")
-        lines = next_steps(where, settings)
+        print(f"{run} is finished: nothing to do (see summary.json there)")
+        lines = next_steps(run, settings)
       else:
-        lines = final_lines(where, directory, settings, summary)
+        lines = final_lines(run, directory, settings, summary)
       print(*lines, sep="\n")
   except interrupts.Left as why:  # SIGTERM before or after the run
     print(f"{why}; the same command resumes", file=sys.stderr)

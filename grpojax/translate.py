@@ -6,16 +6,16 @@
 
 FILE is TRL's GRPOConfig (YAML or JSON of its fields, or the Python script that
 creates it) or verl's trainer configuration (YAML or JSON, also with the dotted
-names of its command line). It is read, never run. CONFIG.py lists settings that
-differ in meaning or have no counterpart, then the settings with the names of
-the other library; without --out it is printed. Reward functions, tools and
-environments of a script are copied to CONFIG_functions.py with all code they
-use. A script with a TrlParser needs its --yaml. The last output is the command
-that starts training, with flags for missing settings.
-Set --processes because TRL counts batches per process, and --examples (the
-number of training prompts) because both libraries count epochs.
+names of its command line). The program reads FILE but never runs it. CONFIG.py
+begins with a list of settings that differ in meaning or have no counterpart;
+comments on its settings name the original ones. Without --out it is printed.
+Reward functions, tools and environments of a script are copied to
+CONFIG_functions.py with all code they use. If the script has a TrlParser, give
+its YAML file by --yaml. Finally the command that starts training is printed,
+with flags for missing settings. Set --processes because TRL counts batches per
+process, and --examples because both libraries count epochs.
 
-Exit code 1: grpojax would refuse the config, for the printed reason.
+The exit code is 1 if grpojax would refuse the config; the reason is printed.
 """
 
 import os
@@ -28,14 +28,14 @@ from grpojax.runtime.files import disk, records
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training.config import from_config
 from grpojax.translation import reading, rules, trl, verl, writing
-from grpojax.translation.rules import Note, Theirs
+from grpojax.translation.rules import Note, Origin
 
 FLAGS = {
   "file": setting("", "configuration of TRL or verl"),
-  "out": setting("", 'config file to write; "" prints it'),
+  "out": setting("", 'config file to write; "" = print it'),
   "yaml": setting("", "YAML file read by the script's TrlParser"),
   "processes": setting(1, "number of TRL's processes", within="[1, inf)"),
-  "examples": setting(0, "number of training prompts", within="[0, inf)"),
+  "examples": setting(0, "training prompts; 0 = unknown", within="[0, inf)"),
 }
 SETTINGS = None
 LIBRARIES = (trl.LIBRARY, verl.LIBRARY)
@@ -48,11 +48,11 @@ def translate_file(
   yaml: str | os.PathLike = "",
   code: pathlib.Path | None = None,
 ) -> rules.Translation:
-  """Translates a file of the library that knows most of its names.
+  """Translates a file of TRL or verl, whichever knows more of its settings.
 
-  `yaml` is the file that a script's TrlParser reads; `code` is as in
-  `script.read`, other arguments are as in `rules.Theirs`. ValueError, with a
-  single line, if the file cannot be translated.
+  `yaml` is the file that a script's TrlParser reads, `code` the file to which
+  its functions will be copied. ValueError, with a single line, if the file
+  cannot be translated.
   """
   parsed = reading.read(yaml).settings if yaml else {}
   source = reading.read(path, parsed, code)
@@ -60,18 +60,18 @@ def translate_file(
   counts = [sum(map(library.knows, names)) for library in LIBRARIES]
   if not any(counts) and not source.notes:
     raise ValueError(
-      "no setting of TRL's GRPOConfig or verl's trainer in this file, but:"
-      f" {', '.join(names[:5])}"
+      "the file has no setting of TRL's GRPOConfig or verl's trainer, only: "
+      f"{', '.join(names[:5])}"
     )
   library = LIBRARIES[counts.index(max(counts))]
-  theirs = Theirs(library, source.settings, processes, examples, source.unread)
-  translation = rules.translate(theirs)
+  origin = Origin(library, source.settings, processes, examples, source.unread)
+  translation = rules.translate(origin)
   notes = [*translation.notes]
   notes += [Note(name, text, missing=True) for name, text in source.notes]
   in_script = [k for k, v in source.settings.items() if f"{path}:" in str(v)]
   if in_script:
     text = f"workers import {path}: put the code that starts training under"
-    text += " `if __name__ == '__main__'`, or copy the functions by --out"
+    text += " `if __name__ == '__main__'`, or set --out to copy the functions"
     notes.append(Note(", ".join(in_script), text))
   return translation._replace(notes=tuple(notes), code=source.code)
 
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
       argv, FLAGS, SETTINGS, __doc__, positional="file"
     )
     if not flags.file:
-      raise ValueError("FILE is missing: a .yaml, .json or .py of TRL or verl")
+      raise ValueError("give FILE: a .yaml, .json or .py file of TRL or verl")
     file = pathlib.Path(flags.file)
     code = None
     if flags.out:

@@ -10,7 +10,7 @@ set -euo pipefail
 
 if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
   sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2
-  echo "error: N is '${1:-}': how many processes? 2, for example" >&2
+  echo "error: N is '${1:-}': give the number of processes, like 2" >&2
   exit 2
 fi
 processes="$1"
@@ -19,26 +19,27 @@ shift
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 export JAX_NUM_CPU_DEVICES="${JAX_NUM_CPU_DEVICES:-1}"
 flags="$(dirname "${BASH_SOURCE[0]}")/xla_flags.sh"
-pids=() told=""
+pids=()
+stopping=""
 end() {
-  told=1
+  stopping=1
   if ((${#pids[@]})); then kill -TERM "${pids[@]}" 2>/dev/null || true; fi
 }
-trap end TERM INT # before it starts any, so that it leaves none behind
+trap end TERM INT # before any process starts, so that none is left behind
 port="$(python -c 'import socket
 with socket.socket() as s:
   s.bind(("127.0.0.1", 0))
   print(s.getsockname()[1])')"
 
 for ((i = 0; i < processes; i++)); do
-  if [[ -n "$told" ]]; then break; fi
+  if [[ -n "$stopping" ]]; then break; fi
   "$flags" python -u -m grpojax.train --coordinator="127.0.0.1:$port" \
     --num_processes="$processes" --process_id="$i" "$@" &
   pids+=("$!")
 done
 worst=0
-if [[ -n "$told" ]]; then
-  end # the last one may not have been among them
+if [[ -n "$stopping" ]]; then
+  end # the signal may have come just before the last process was added
   worst=75
 fi
 for pid in "${pids[@]}"; do
@@ -48,7 +49,7 @@ for pid in "${pids[@]}"; do
     code=0
     wait "$pid" || code="$?"
   done
-  # A failure counts for more than an interruption, and that than success.
+  # A failure outweighs an interruption, and an interruption success.
   if ((code != 0 && (worst == 0 || worst == 75))); then worst="$code"; fi
 done
 exit "$worst"

@@ -18,7 +18,7 @@
 #   --type=TYPE        slice: v5e-16 (chips), v5e:4x4 (topology), or gcloud's
 #                      accelerator type, v5litepod-16 (create, run)
 #   --version=VERSION  runtime version; by default the one for TYPE
-#   --on-demand        not spot
+#   --on-demand        no spot VMs
 #   --env=NAME,NAME    variables of this shell for the training: HF_TOKEN,
 #                      WANDB_API_KEY, XLA_FLAGS (run, setup)
 #   --extras=NAME,NAME extras of grpojax to install besides tpu and gcs: wandb
@@ -34,7 +34,7 @@
 # unless the training is running. Values of --env are sent in a file that only you
 # can read, not in a command line.
 #
-# The project is gcloud's own: gcloud config set project, CLOUDSDK_CORE_PROJECT.
+# The project is gcloud's default (gcloud config set project, CLOUDSDK_CORE_PROJECT).
 # A slice's disks are deleted with it, so `run` needs --run_dir=gs://BUCKET/RUN.
 # Ctrl-C stops watching, but not the training; `delete` ends both.
 set -euo pipefail
@@ -96,8 +96,8 @@ parse() {
     esac
     shift
   done
-  [[ "$worker" =~ ^[0-9]+$ ]] || die "--worker=$worker: a number, as 0"
-  [[ "$poll" =~ ^[0-9]+$ ]] || die "--poll=$poll: whole seconds, as 30"
+  [[ "$worker" =~ ^[0-9]+$ ]] || die "--worker=$worker: give a number, like 0"
+  [[ "$poll" =~ ^[0-9]+$ ]] || die "--poll=$poll: give whole seconds, like 30"
 }
 
 # Checks the arguments before any call of gcloud.
@@ -112,10 +112,10 @@ check() {
       die "no runtime version is known for --type=$type: give --version"
   fi
   for word in ${variables[@]+"${variables[@]}"}; do
-    [[ "$word" =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] || die "--env=$word: names alone, as HF_TOKEN"
+    [[ "$word" =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] || die "--env=$word: give names only, like HF_TOKEN"
     [[ -n "${!word+set}" ]] || die "--env=$word: this shell has no $word: export it first"
   done
-  [[ "$extras" =~ ^([a-z0-9]+(,[a-z0-9]+)*)?$ ]] || die "--extras=$extras: names, as wandb"
+  [[ "$extras" =~ ^([a-z0-9]+(,[a-z0-9]+)*)?$ ]] || die "--extras=$extras: give names, like wandb"
   if [[ "$command" == run ]]; then
     for word in ${training[@]+"${training[@]}"}; do
       if [[ "$word" == --run_dir=* ]]; then run_dir="${word#*=}"; fi
@@ -197,10 +197,10 @@ look() { # sets `state`
   local failures=0 query=(queued-resources list --filter="name~/$name\$"
     --format="value(state.state)")
   if [[ -n "$dry_run" ]]; then
-    tpus "${query[@]}" # and as if it were there once it was asked for
+    tpus "${query[@]}" # prints the line; `create` then sets `state`
   else
     until state="$(tpus "${query[@]}")"; do
-      ((++failures < attempts)) || die "gcloud does not say what $name is doing"
+      ((++failures < attempts)) || die "gcloud does not report the state of $name: see its errors"
       sleep "$poll"
     done
   fi
@@ -227,15 +227,15 @@ create() {
           ${create_args[@]+"${create_args[@]}"} --accelerator-type="$type" --runtime-version="$version"
         if [[ -n "$dry_run" ]]; then state=ACTIVE; fi
         ;;
-      SUSPENDED) # what is left of a slice that was preempted
+      SUSPENDED) # the slice was preempted
         say "$name was preempted: recreating it"
         remove
         # The training may not have had the time to remove its lock.
         [[ -z "$run_dir" ]] || gcloud storage rm --quiet "$run_dir/.lock" || true
         ;;
       FAILED)
-        die "the queued resource failed; why: gcloud compute tpus" \
-          "queued-resources describe $name --zone=$zone; then delete it"
+        die "the queued resource failed: run gcloud compute tpus" \
+          "queued-resources describe $name --zone=$zone, then delete it"
         ;;
       *)
         say "$name is $state"
@@ -246,8 +246,8 @@ create() {
   done
 }
 
-# Writes to $scratch/files what the workers get: grpojax, own files over it, and the
-# variables. Sets `sum`, by which a worker knows whether it has the same.
+# Writes the workers' files to $scratch/files: grpojax, your files over it, and the
+# variables. Sets `sum`, a checksum by which a worker knows if it has the same files.
 gather() {
   local word place="$scratch/files" list="$scratch/list"
   rm -rf "$place" && mkdir "$place" &&
@@ -263,7 +263,7 @@ gather() {
       cksum | tr -d ' ')"
 }
 
-own_list() { # each file's path, ended by \0; what git tracks may be deleted here
+own_list() { # paths of your files, each ended by \0; git also lists deleted files
   local word
   {
     git ls-files -z 2>/dev/null || true
@@ -273,7 +273,7 @@ own_list() { # each file's path, ended by \0; what git tracks may be deleted her
   done
 }
 
-setup() { # fails where a step does, also where `set -e` is off
+setup() { # fails if a command fails, even if `set -e` is off
   gather &&
     tar -cf "$scratch/grpojax.tar" -C "$scratch/files" . &&
     tpus tpu-vm scp "$scratch/grpojax.tar" "$name:grpojax.tar" \
@@ -284,14 +284,14 @@ setup() { # fails where a step does, also where `set -e` is off
 
 remove() { tpus queued-resources delete "$name" --force --quiet; }
 
-# One go at it: prints the code with which the training ended, or nothing where
-# the workers cannot be reached. What they print goes to stderr meanwhile.
+# Sets up the workers and trains. Prints the training's exit code, or nothing if the
+# workers cannot be reached. Their output goes to stderr.
 attempt() {
   {
     gather || return 0
     on all installed "$sum" || setup || return 0
     on all start ${training[@]+"${training[@]}"} || return 0
-    on 0 follow || true # its code might be gcloud's own
+    on 0 follow || true # this exit code may be gcloud's
   } >&2
   on 0 code || true
 }
@@ -310,7 +310,7 @@ run() {
     code="$(attempt)"
     case "$code" in
       0) say "finished" && return ;;
-      75) say "interrupted, and saved: going on" && failures=0 ;;
+      75) say "interrupted and saved: resuming" && failures=0 ;;
       "")
         say "the workers of $name cannot be reached or set up"
         failures=$((failures + 1))

@@ -4,7 +4,7 @@
 #   install SUM EXTRAS
 #                installs Python, and this checkout with the extras (tpu,gcs)
 #   installed SUM
-#                exit code 0 if these files are installed, or a training runs
+#                exits with 0 if these files are installed, or a training runs
 #   exec ...     runs a command here, with the installed Python
 #   start ...    starts python -m grpojax.train ..., unless it is running; it
 #                outlives the SSH connection
@@ -13,7 +13,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv="$HOME/grpojax-venv" here="$HOME/grpojax-run"
+venv="$HOME/grpojax-venv"
+run="$HOME/grpojax-run" # lock, log and exit code of the training
 
 install() { # the VM's own Python is too old
   export PATH="$HOME/.local/bin:$PATH"
@@ -24,45 +25,45 @@ install() { # the VM's own Python is too old
 }
 
 installed() {
-  mkdir -p "$here"
-  exec 9>>"$here/lock"
+  mkdir -p "$run"
+  exec 9>>"$run/lock"
   if ! flock --nonblock 9; then return 0; fi
   [[ "$(cat "$venv/installed" 2>/dev/null)" == "$1" ]]
 }
 
-# Variables of tpu_vm.sh --env, in a file to keep them out of process lists.
+# Reads the variables of tpu_vm.sh --env from a file: process lists do not show them.
 environment() {
   export PATH="$venv/bin:$PATH"
   if [[ -s .grpojax-env ]]; then source ./.grpojax-env; fi
 }
 
 start() {
-  mkdir -p "$here"
-  exec 9>"$here/lock"
-  # One that has just written its code has the lock for a moment still.
+  mkdir -p "$run"
+  exec 9>"$run/lock"
+  # A training that has just written its exit code still holds the lock briefly.
   flock --wait 1 9 || { echo "it is running already" && return; }
-  rm -f "$here/code"
+  rm -f "$run/code"
   environment
-  # The inner shell holds the lock while the training runs. It outlives a SIGTERM
-  # to all, so that it can write the code.
+  # The inner shell holds the lock while the training runs. It ignores SIGTERM, so
+  # that it can write the training's exit code.
   # shellcheck disable=SC2016  # $@ and $0 are its own
   setsid --fork bash -c \
     'trap : TERM; "$@" 9>&-; echo "$?" >"$0.new" && mv "$0.new" "$0"' \
-    "$here/code" launch/xla_flags.sh "$venv/bin/python" -u -m grpojax.train "$@" \
-    >>"$here/log" 2>&1 </dev/null
+    "$run/code" launch/xla_flags.sh "$venv/bin/python" -u -m grpojax.train "$@" \
+    >>"$run/log" 2>&1 </dev/null
 }
 
 follow() {
-  tail -n 100 -F "$here/log" &
+  tail -n 100 -F "$run/log" &
   trap 'kill "$!"' EXIT
-  exec 9>>"$here/lock"
-  flock 9 # when the training has ended
+  exec 9>>"$run/lock"
+  flock 9 # waits until the training has ended
   sleep 0.3 # for its last lines
 }
 
 case "${1:-}" in
   install | installed | start | follow) "$@" ;;
   exec) environment && "$@" ;;
-  code) cat "$here/code" ;;
+  code) cat "$run/code" ;;
   *) echo "error: '${1:-}': install, installed, start, follow, code or exec" >&2 && exit 2 ;;
 esac

@@ -80,7 +80,7 @@ def test_an_example_beyond_the_limit_is_refused():
       ["RUN", "--prompt=12", "--config.sampling.max_new_tokens=1023"],
       "a prompt of 3 tokens",
     ),
-    (["RUN", "--turns=all"], "no chat template"),
+    (["RUN", "--turns=all"], "needs a chat template"),
     (["RUN", "--temperature=1e-9"], "must be 0.01 or more"),
     (["RUN", "--example=1", "--config.reward.functions=x"], "x"),
   ],

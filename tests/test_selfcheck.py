@@ -121,5 +121,5 @@ def test_several_hosts_need_an_empty_shared_directory(tmp_path):
   with pytest.raises(SystemExit, match="resume needs --shared=DIR"):
     selfcheck.main([f"--out={tmp_path}", *hosts])
   (tmp_path / "killed").mkdir()
-  with pytest.raises(SystemExit, match="has whole or killed of an earlier"):
+  with pytest.raises(SystemExit, match="whole or killed of an earlier"):
     selfcheck.main([f"--out={tmp_path}", f"--shared={tmp_path}", *hosts])

@@ -105,7 +105,7 @@ def test_a_new_model_of_word_problems(tmp_path, capsys):
   config.data.name, config.data.path = "gsm8k", str(PROBLEMS)
   config.model.update({"width": 16, "layers": 1, "heads": 2})
   _, params, stream = sft.start(config, tmp_path)
-  counts = r"(\d+) texts.*more than 320 tokens: (\d+)"
+  counts = r"(\d+) texts.*dropped (\d+) texts with more than 320"
   counts = re.search(counts, capsys.readouterr().out)
   used, dropped = map(int, counts.groups())
   assert used + dropped == 32 and used and dropped
@@ -134,7 +134,7 @@ def test_examples_are_encoded_in_the_format(form, learn_prompts, capsys):
     tokenizer.chat_template = tokenization.CHAT_TEMPLATE
   stream = sft.texts(config, tokenizer, examples)
   texts = list(itertools.islice(stream, len(examples)))
-  assert "dropped, with more than 2000 tokens: 0" in capsys.readouterr().out
+  assert "dropped 0 texts with more than 2000 tokens" in capsys.readouterr().out
   start = {"document": "{}\n", "dialogue": "Q: {}\nA: "}[form]
   expected = {
     (start.format(e["prompt"]), e["solution"] + "<|endoftext|>")
@@ -177,7 +177,7 @@ def test_unsuitable_texts_and_models_are_refused(tmp_path):
   "word, text",
   [
     ("--config.row=3", "--config.rows?"),
-    ("--config.tokenizer=bpe", "arithmetic has no bpe: use characters"),
+    ("--config.tokenizer=bpe", "not available for arithmetic: use characters"),
     ("--config.forget_low=0.5", "must not be below forget_low = 0.5"),
     ("--config.optim.warmup_steps=2200", "below steps"),
     ("--config.model.path=arithmetic-bose", "no model at"),

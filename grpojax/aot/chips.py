@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 
 class Chip(NamedTuple):
-  """Peak rates."""
+  """Peak rates and memory of a chip."""
 
   flops: float  # of bf16 matrix products, FLOP/s
   hbm_bytes: int  # of main memory; a TPU's runtime takes some of it
   hbm_bandwidth: float  # of main memory, bytes/s
   link_bandwidth: float  # to the next chip of a ring, in a direction, bytes/s
-  source: str  # of the figures
+  source: str  # pages with these figures
   devices: int = 1  # XLA devices per chip (the two cores of a TPU7x)
   pool: float = 1.0  # share of `hbm_bytes` taken by JAX by default
   clock: float | None = None  # cycles/s of a core, for XLA:TPU's estimates
@@ -45,14 +45,14 @@ def _gpu(flops: float, memory: int, *rates: float, page: str) -> Chip:
 CHIPS: dict[str, Chip] = {
   # The two cores act as a single device (megacore).
   "v4": _tpu(275e12, 32, 1200e9, 45e9, page="v4", clock=1.05e9, cores=2),
-  # Links, Google: 400 GB/s over 4 ports, both directions.
+  # Google's page has 400 GB/s for 4 ports in both directions.
   "v5e": _tpu(197e12, 16, 819e9, 45e9, page="v5e", clock=1.5e9),
   # 96 GiB, minus the system's share; 1200 GB/s over 6 links, both directions.
   "v5p": _tpu(459e12, 95, 2765e9, 90e9, page="v5p", clock=1.75e9, cores=2),
   # 800 GB/s over 4 ports, both directions.
   "v6e": _tpu(918e12, 32, 1638e9, 90e9, page="v6e", clock=1.75e9),
-  # 1200 GB/s over 6 links, both directions, is 100 GB/s; the book has nine
-  # tenths of the nominal rate for other chips. The two devices share the links.
+  # 1200 GB/s over 6 links in both directions are 100 GB/s each; for other chips
+  # the book has nine tenths of such a rate. The two devices share the links.
   "tpu7x": _tpu(2307e12, 192, 7380e9, 90e9, page="tpu7x", devices=2),
   # NVLink: 900 GB/s in both directions, through a switch. Products are dense;
   # data sheets print twice the rate, with sparsity. JAX takes .75 of the memory
@@ -74,7 +74,7 @@ KINDS: dict[str, str] = {
   "NVIDIA H100": "h100",
   "NVIDIA H200": "h200",
 }
-"""Chips by prefix of a `jax.Device`'s `device_kind`; the longest counts."""
+"""Chips by prefix of `jax.Device.device_kind`; the longest prefix counts."""
 
 
 def of_kind(kind: str) -> Chip | None:

@@ -8,7 +8,7 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 
 
 class Collective(NamedTuple):
-  """Collective; an all-reduce fused with a slice of it is a reduce-scatter."""
+  """Collective; a sliced all-reduce counts as a reduce-scatter."""
 
   kind: str  # opcode: "all-gather", "reduce-scatter", ...
   bytes: int  # sent by each device in a run
@@ -16,16 +16,16 @@ class Collective(NamedTuple):
   in_token_loop: bool
   group_size: int  # number of devices joined
   op_name: str  # origin in the traced program
-  name: str  # of the instruction
+  name: str  # instruction
   asynchronous: bool = False  # True if other work may run at the same time
 
 
-# Share of an array sent by each of n devices on a ring, over (n - 1) / n: the
-# array is passed round in n pieces (Chan et al. 2007,
-# https://doi.org/10.1002/cpe.1206; scaling book, part 3). For all-to-all,
-# `roofline.collective_seconds` adds the forwarding by devices in between.
+# On a ring, each of n devices sends (n - 1) / n of an array in a round (Chan et
+# al. 2007, https://doi.org/10.1002/cpe.1206; scaling book, part 3). This is the
+# number of rounds. `roofline.collective_seconds` adds the forwarding by devices
+# in between to all-to-all.
 _ROUNDS = {
-  "all-gather": 1,  # of the gathered result; all other kinds of the operand
+  "all-gather": 1,  # of the gathered result; other kinds send the operand
   "all-reduce": 2,
   "all-to-all": 1,
   "ragged-all-to-all": 1,
@@ -67,7 +67,7 @@ def group_size(i: Instruction, devices: int) -> int:
   if text.startswith("mesh"):
     sizes, names = re.match(r"mesh\[(.*?)\].*?\{(.*?)\}", text).groups()
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", sizes))
-    # Names of axes, and sizes of those used in part
+    # Names of axes, with a size if only a part of the axis is used
     used = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", names)
     return math.prod(int(part or sizes[axis]) for axis, part in used)
   return devices
@@ -87,7 +87,7 @@ def _between_slices(
   if i.opcode != "send" or not kind:
     return None
   slices = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', i.attributes)
-  # A pair of devices, unless slices are listed
+  # Without a list of slices, the target is a pair of devices.
   size = slices[1].count(",") + 1 if slices else 2
   kind = kind[1].lower().replace("_", "-")
   array = sum(s.bytes for s in inside.shapes(i.operands[:1]))
@@ -118,7 +118,7 @@ def find(
   XLA:TPU splits a collective that overlaps a product into fusions (start,
   product, done) that share a chain_id. The first is counted, and its id added
   to `seen`. `inside` is the instruction by `memory.contents`; `caller` has the
-  entries of a `Collective` that all of them share.
+  fields that all its collectives share.
   """
   collectives = []
   repeated = set()

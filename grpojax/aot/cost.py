@@ -73,10 +73,10 @@ class _Walk(NamedTuple):
   """State of the walk through a program, at a computation."""
 
   module: Module
-  token_loop_trips: int  # for loops of unknown trips
-  trips: int  # of the computation
-  token_loops: list[str]  # op_names; appended to
-  chains: set[str]  # ids of collectives in several parts; added to
+  token_loop_trips: int  # iterations of loops whose number is unknown
+  trips: int  # runs of the computation
+  token_loops: list[str]  # output: op_names of token loops
+  chains: set[str]  # output: ids of collectives that have several parts
   in_token_loop: bool = False
   constants: trips.State = {}  # of the loop around the computation
   op_name: str = ""  # of the caller, the default for instructions
@@ -109,11 +109,11 @@ def _loop(
 def _instruction(
   walk: _Walk, computation: Computation, i: Instruction
 ) -> InstructionCost:
-  """Counts an instruction that does not run another computation."""
+  """Returns the costs of an instruction that runs no other computation."""
   inside = memory.contents(walk.module, computation, i)
   runs = {"trips": walk.trips, "in_token_loop": walk.in_token_loop}
   runs |= {"name": i.name, "op_name": i.op_name or walk.op_name}
-  # Entries that all collectives of this instruction share
+  # Fields that all collectives of this instruction share
   starts = i.opcode.endswith("-start")
   caller = Collective("", 0, group_size=1, asynchronous=starts, **runs)
   sent, repeated = collectives.find(walk.module, inside, caller, walk.chains)
@@ -157,11 +157,11 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
 def cost(module: Module, token_loop_trips: int, runs: int = 1) -> Cost:
   """Counts the costs of `runs` runs of a program, on each device.
 
-  The heaviest branch of a conditional counts; in `block_attention`, as often as
-  it is taken without windows. A loop that can end before its counter does is
-  taken for a token loop, which decodes until all samples end. It counts as many
-  trips as its counter allows; if unknown, `token_loop_trips` (tokens of a
-  completion), or 1 within another token loop.
+  The heaviest branch of a conditional counts; in `block_attention` it counts as
+  often as it runs without windows. A loop that can end before its counter does
+  is taken for a token loop, which decodes until all samples end. It counts as
+  many trips as its counter allows; if this is unknown, `token_loop_trips`
+  (tokens of a completion), or 1 within another token loop.
   """
   walk = _Walk(module, token_loop_trips, runs, [], set())
   entry = module.computations[module.entry]

@@ -46,7 +46,7 @@ def _window(i: Instruction) -> list[_Dimension]:
 def _valid_positions(window: _Dimension, length: int, out: int) -> int:
   """Counts the (output, window) positions of a dimension that meet an input.
 
-  As in XLA's HloCostAnalysis::HandleConvolution, without padding and holes.
+  Padding and holes do not count, as in XLA's HandleConvolution.
   """
   base = window.lhs_dilate
   # Input position of each output's first window element
@@ -54,7 +54,7 @@ def _valid_positions(window: _Dimension, length: int, out: int) -> int:
   count = 0
   for k in range(window.size):
     at = reached + k * window.rhs_dilate
-    # Skips holes of a dilated input, and padding at both ends.
+    # Skip holes of a dilated input, and padding at both ends.
     count += int(np.sum((at % base == 0) & (at >= 0) & (at < length * base)))
   return count
 
@@ -79,8 +79,8 @@ def _convolution(i: Instruction, inside: Computation) -> int:
 def _dot(i: Instruction, inside: Computation) -> int:
   """Counts a product; in a ragged product a row meets only its group's matrix.
 
-  The gradient of the matrices contracts the rows, and its groups are the first
-  dimension of the result.
+  The gradient with respect to the matrices contracts the rows; its first
+  dimension is the group.
   """
   lhs = _dims(i, inside, 0)
   result = i.shapes[0]
@@ -121,7 +121,7 @@ _COUNTS = {
 
 
 def flops(inside: Computation, instruction: Instruction) -> int:
-  """Counts a run of an instruction; `inside` are its `memory.contents`.
+  """Counts a run of an instruction; `inside` is its `memory.contents`.
 
   A ragged dot on TPU multiplies all rows with all groups' matrices under a
   mask, but skips tiles outside of a row's group, so the count is divided by the

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-  """Array of a value; tuples are flattened.
+  """Shape of an array; a tuple has a `Shape` for each of its arrays.
 
   Memory 0 is HBM; a TPU also has VMEM (1), SMEM, semaphores and the host's
   memory (5). TPUs store arrays in whole tiles: with layout {1,0:T(8,128)} the
@@ -72,7 +72,7 @@ class Instruction(NamedTuple):
     return tuple(map(int, re.findall(r"\d+", self.attribute(key))))
 
   def number(self, pattern: str) -> int | None:
-    """Number in the group of a pattern; None if the attributes do not match."""
+    """Integer in the pattern's group; None if the attributes do not match."""
     match = re.search(pattern, self.attributes)
     return int(match[1]) if match else None
 
@@ -106,7 +106,7 @@ class Module(NamedTuple):
   devices: int  # number of devices that run the program together
 
   def called(self, instruction: Instruction, key: str) -> Computation:
-    """The computation called by an instruction as its `key`."""
+    """The computation that an instruction calls as its "body", "calls", ..."""
     return self.computations[dict(instruction.called)[key]]
 
 

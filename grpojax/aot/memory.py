@@ -3,9 +3,9 @@
 An instruction reads its operands and writes its result, once each, except:
 
 - Arrays in another memory (VMEM on TPU, which XLA fills with copies) are free.
-- An array that is only sliced or gathered from costs the slice. An update in
-  place costs the update; if it covers part of a TPU tile's 128 lanes (a new
-  token in a cache whose last dimension is slots), a read and a write of all.
+- If an array is only sliced or gathered from, the slices count. An update in
+  place counts as the update; if it covers part of a TPU tile's 128 lanes (a new
+  token in a cache whose last dimension is slots), all are read and written.
 - TPU tiles are moved whole, with their padding.
 - A Pallas kernel states its bytes.
 """
@@ -28,7 +28,7 @@ _FREE_TARGETS = frozenset(
   ' "AsyncCollectiveDone" "Sharding"'.split()
 )
 _VIEWS = ("bitcast", "reshape")
-# Elementwise operations, of which a fusion computes only the used elements.
+# Elementwise operations: a fusion computes only the elements that are used.
 _MAPPED = (*_VIEWS, *"convert copy multiply transpose bitcast-convert".split())
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 
@@ -45,7 +45,7 @@ def _renamed(
 ) -> list[Instruction]:
   """Returns the instructions of a fused computation, inner fusions inlined.
 
-  `names` maps its parameters to their names outside; all new names are added.
+  `names` maps its parameters to their names outside; new names are added to it.
   """
   instructions = []
   for i in computation.instructions.values():
@@ -86,7 +86,7 @@ def contents(
   """Returns an instruction as a computation without fusions.
 
   A fusion becomes its fused instructions, an asynchronous start the operation.
-  Operands are the parameters, the value is the root.
+  The parameters are its operands; the root is its value.
   """
   opcode = instruction.opcode.removesuffix("-start")
   if opcode == "fusion":
@@ -118,7 +118,7 @@ def _update_bytes(inside: Computation, i: Instruction, target: Shape) -> int:
   # dynamic-update-slice(array, update, ...), scatter(array, indices, update)
   operand = i.operands[1 if i.opcode == "dynamic-update-slice" else -1]
   part = inside.instructions[operand].shapes[0]
-  if len(part.dims) != len(target.dims):  # only of a scatter
+  if len(part.dims) != len(target.dims):  # possible in a scatter
     return part.bytes
   # Only the inner dimension counts: tiles hold whole rows of lanes.
   lanes = part._replace(tiles=target.tiles[:1]).padded_bytes
@@ -151,11 +151,11 @@ def _read_elements(
     if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
       total += user.shapes[0].elements
     elif user.opcode in _IN_PLACE and position == 0:
-      # An update in place reads nothing of the array, any other all of it.
+      # An update in place does not read the array; others read all of it.
       if not exact or user.name not in in_place:
         return math.inf
     elif user.opcode in _MAPPED and not user.is_root:
-      # Elements of the array itself, so an update of it may be in place.
+      # A view is the array itself, so an update of the view may be in place.
       same = exact and user.opcode in _VIEWS
       total += _read_elements(users, user, in_place, same)
     elif user.opcode == "custom-call" and is_free(user):
@@ -171,7 +171,7 @@ def hbm_bytes(
 ) -> int:
   """Counts the bytes of HBM moved in a run of an instruction.
 
-  `inside` are its `contents`, `shapes` the shapes of its result, and `skipped`
+  `inside` is its `contents`, `shapes` the shapes of its result, and `skipped`
   names collectives that another instruction accounts for.
   """
   parameters = inside.parameters

@@ -24,10 +24,9 @@ from grpojax.training.data import prompts, splits
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policies import Policy
 from grpojax.training.run import hub_pins, setup
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 from grpojax.training.settings.run import AUTO, TrainSettings
-from grpojax.training.step import device, host, reference
-from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step import device, host, reference, sampling
 from grpojax.training.step.batch import aggregation
 
 
@@ -45,9 +44,9 @@ class Run(NamedTuple):
 
 
 def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
-  """Reads the config.json of a model, or at `path`, by `hf.read_config`.
+  """Reads a model's config.json; `path` names the model or the file itself.
 
-  ValueError if it is missing or not a model's.
+  ValueError if the file is missing or does not describe a model.
   """
   if not os.path.isfile(path) or gguf_directory.is_named(path):
     path = policies.find_model(path, hub.CONFIG)
@@ -57,7 +56,7 @@ def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
 def _policy(
   settings: TrainSettings, hf_config: dict[str, Any], platform: str
 ) -> Policy:
-  """Returns the model's functions, without a tokenizer."""
+  """Returns the policy with the model's functions, without a tokenizer."""
   model = hf.to_transformer_config(hf_config)
   eos = hf_config.get("eos_token_id")
   eos = [i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int]
@@ -80,7 +79,7 @@ def _policy(
 
 
 def teacher_shape(settings: TrainSettings) -> TransformerConfig | None:
-  """Returns the shape of the teacher, if any."""
+  """Returns the sizes of the teacher, if any."""
   if not settings.model.teacher:
     return None
   path = hub_pins.pinned(settings, settings.model.teacher)
@@ -88,7 +87,7 @@ def teacher_shape(settings: TrainSettings) -> TransformerConfig | None:
 
 
 def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
-  """Returns shapes of rows with the shardings of `core.mesh.constrain`."""
+  """Returns shapes of rows with the shardings of `core.meshes.constrain`."""
 
   def laid_out(x):
     sharding = meshes.activation_sharding(mesh, x.shape, *names)
@@ -100,8 +99,8 @@ def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
 def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   """Opens a run like `training.run.start`, but without weights and data.
 
-  ValueError if the model or the targets of adapters do not fit or, with
-  reward.on_device, the data cannot be read.
+  ValueError if the settings do not suit the model or, with reward.on_device,
+  the data cannot be read.
   """
   ignore_keys = settings.model.ignore_keys
   hf_config = read_model(hub_pins.model(settings), ignore_keys)
@@ -118,11 +117,12 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   ref_params = None
   if settings.model.teacher:
     path = hub_pins.pinned(settings, settings.model.teacher)
-    of_teacher = read_model(path, ignore_keys)
-    teacher = _policy(settings, of_teacher, platform)
+    teacher_config = read_model(path, ignore_keys)
+    teacher = _policy(settings, teacher_config, platform)
     policy = policy._replace(teacher=teacher)
     frozen = jnp.dtype(settings.model.dtype)
-    ref_params = sharding.placed(hf.abstract_params(of_teacher, frozen), mesh)
+    teacher_params = hf.abstract_params(teacher_config, frozen)
+    ref_params = sharding.placed(teacher_params, mesh)
   elif settings.loss.needs_reference:
     ref_params = {} if adapted else params
   if adapted:
@@ -144,7 +144,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
     state=sharding.placed(state, mesh),
     ref_params=ref_params,
     group_size=group_size,
-    prompts=batches_lib.samples_per_step(settings) // group_size,
+    prompts=batches.samples_per_step(settings) // group_size,
   )
   if not settings.data.max_prompt_length:
     remedy = "prompts are not read here: give the longest length in tokens"
@@ -155,7 +155,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
 
 
 def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
-  """Returns the shapes of the prompts in a part of a step's sampling."""
+  """Returns the shapes of the prompts in one of `parts` parts of a step."""
   shape = run.prompts // parts, run.settings.data.max_prompt_length
   ids = jax.ShapeDtypeStruct(shape, jnp.int32)
   mask = jax.ShapeDtypeStruct(shape, bool)
@@ -172,14 +172,14 @@ def data_prompts(run: Run, policy: Policy) -> Iterator[Prompts]:
 
 
 def _device_prompts(run: Run) -> Prompts:
-  batches = data_prompts(run, run.policy)
-  return _rows(jax.eval_shape(lambda: next(batches)), run.mesh, "batch")
+  stream = data_prompts(run, run.policy)
+  return _rows(jax.eval_shape(lambda: next(stream)), run.mesh, "batch")
 
 
 def lower(run: Run, name: str) -> jax.stages.Lowered:
-  """Lowers the program `name` of a step on its mesh.
+  """Lowers a step's program `name` on its mesh.
 
-  It is "step" with reward.on_device, else "rollout", "reference" or "update".
+  Names are "step" with reward.on_device, else "rollout", "reference", "update".
   """
   settings = run.settings
   state = run.state
@@ -196,22 +196,22 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       prompts_of_step = _device_prompts(run)
       return policies.lower(program, state, prompts_of_step, run.ref_params)
   step_programs = host.make_programs(**options)
-  sampling = meshes.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
+  sampling_mesh = meshes.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
   key = jax.eval_shape(lambda: seed_key(0))
   sample = step_programs.sample
-  with jax.set_mesh(sampling):
+  with jax.set_mesh(sampling_mesh):
     if name == "rollout":
       parts = settings.sampling.parts
-      arguments = [state.params, _prompts(run, sampling, parts), key]
+      arguments = [state.params, _prompts(run, sampling_mesh, parts), key]
       if parts > 1 or settings.filter_groups.enable:
         first_sample = jax.ShapeDtypeStruct((), jnp.int32)
         arguments.append(first_sample)
-      if sampling is not run.mesh:
-        sample = sampling_lib.with_result_shardings(
-          sample, sampling, *arguments
+      if sampling_mesh is not run.mesh:
+        sample = sampling.with_result_shardings(
+          sample, sampling_mesh, *arguments
         )
       return policies.lower(sample, *arguments)
-    whole = _prompts(run, sampling)
+    whole = _prompts(run, sampling_mesh)
     samples = jax.eval_shape(sample, state.params, whole, key)
   shape = run.prompts, run.group_size
   values = None  # of each reward function, if they are normalised

@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 class Part(NamedTuple):
-  """Needs of a program on an XLA device."""
+  """Memory, operations, traffic and estimated time of a program on a device."""
 
   memory_bytes: int  # arguments, new results and temporaries
   temporary_bytes: int = 0
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 def compile_part(
   lowered: jax.stages.Lowered, chip: Chip, trips: int, runs: int = 1
 ) -> Part:
-  """Compiles a program and counts its needs.
+  """Compiles a program and estimates its costs.
 
   The token loop has `trips` iterations; the program runs `runs` times.
   """
@@ -60,10 +60,10 @@ def compile_part(
   counted = cost.cost(hlo.parse(compiled.as_text()), trips, runs)
   estimate = roofline.estimate(counted, chip)
   memory = compiled.memory_analysis()
-  ends = memory.argument_size_in_bytes + memory.output_size_in_bytes
-  ends -= memory.alias_size_in_bytes
+  arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
+  arrays -= memory.alias_size_in_bytes
   return Part(
-    memory_bytes=ends + memory.temp_size_in_bytes,
+    memory_bytes=arrays + memory.temp_size_in_bytes,
     temporary_bytes=memory.temp_size_in_bytes,
     flops=counted.flops,
     bytes=counted.bytes,
@@ -80,8 +80,8 @@ def compile_part(
 def part_flops(run: programs.Run) -> dict[str, float]:
   """Counts the operations of each part of a step with full-length completions.
 
-  Per parameter and token: 2 forward, 6 trained, 4 frozen below adapters.
-  Prompts skip the output head. Attention and adapters are not counted.
+  A parameter takes 2 per token in a forward pass, 6 in training, 4 if frozen
+  under adapters. Prompts skip the head. Attention and adapters do not count.
   """
   model = run.model
   settings = run.settings
@@ -97,11 +97,11 @@ def part_flops(run: programs.Run) -> dict[str, float]:
   prompts = run.prompts * settings.data.max_prompt_length
   each = layers * (prompts + completions)
   each += model.vocab_size * model.width * completions
-  # Before the update: log-probabilities of a reference, and of the policy.
+  # Forward passes before the update: for the reference, and for the policy
   off_policy = update.epochs * update.minibatches > 1
   before = run.ref_params is not None
   before += loss.old_logprobs == "trainer" and off_policy
-  # In each epoch: for the tokens of highest entropy or the experts' load.
+  # A forward pass per epoch finds the highest entropies or the experts' load.
   whole_batch = loss.top_entropy_quantile < 1 or loss.router_aux_coef != 0
   trained = 4 if settings.lora.rank else 6
   trained += 2 * (whole_batch and update.micro_batches > 1)
@@ -179,7 +179,7 @@ def measure(run: programs.Run, name: str, machine: Machine) -> dict[str, Any]:
 
 
 def report(run: programs.Run, machine: Machine) -> dict[str, Any]:
-  """Returns the report of all programs, as it is saved."""
+  """Compiles all programs of a step; returns the report to save."""
   on_device = run.settings.reward.on_device
   names = ("step",) if on_device else ("rollout", "reference", "update")
   entries = {name: measure(run, name, machine) for name in names}
@@ -213,7 +213,7 @@ def report(run: programs.Run, machine: Machine) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-  """Formats rows of a title and cells as lines, in columns."""
+  """Aligns rows of a title and cells in columns; returns lines."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines = []
   for title, *cells in rows:
@@ -262,7 +262,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 def _verdict(result: dict[str, Any]) -> list[str]:
   if not result["fits"]:
     return [
-      f"does not fit: {name} needs {_gib(-entry['left_bytes'])} GiB too much"
+      f"does not fit: {name} lacks {_gib(-entry['left_bytes'])} GiB of memory"
       for name, entry in result["parts"].items()
       if not entry["fits"]
     ]

@@ -2,13 +2,13 @@
 
 An instruction takes the longer of its matrix products at the chip's peak and
 its HBM traffic at full bandwidth (Williams et al. 2009,
-https://doi.org/10.1145/1498765.1498785). A collective takes its bytes over a
-link, and a hop's latency for each step round the ring, by the scaling book,
-part 3 (https://jax-ml.github.io/scaling-book/sharding). Assumptions:
+https://doi.org/10.1145/1498765.1498785). A collective takes the time of its
+bytes on a link plus a hop's latency per step round the ring (scaling book, part
+3, https://jax-ml.github.io/scaling-book/sharding). Assumptions:
 
-- Rings use a single link in a single direction. In half the time, an axis of
-  the slice that wraps round (16 chips on v5e and v6e, multiples of 4 on v4, v5p
-  and tpu7x) uses both directions, a group across two axes both links.
+- Rings use one link in one direction. Real ones take half the time if an axis
+  of the slice wraps round (16 chips on v5e and v6e, multiples of 4 on v4, v5p
+  and tpu7x) or a group spans two axes.
 - A hop takes a microsecond, as in the book.
 - A piece of an all-to-all passes (n + 1) / 3 chips on average in a row of n.
 
@@ -18,8 +18,7 @@ between slices; and the overlap of products, copies and sending.
 
 XLA:TPU annotates most instructions with its own estimate in cycles, which
 includes the vector unit and VMEM. `Estimate.by_cycles` is their sum. If two
-cores are a single device, cycles count as one core's, unless both cores would
-then beat the peak.
+cores form a device they share the cycles, unless it would then beat its peak.
 
 Measured times lie between the two estimates (tests/aot/test_roofline.py).
 """
@@ -58,18 +57,18 @@ def collective_seconds(collective: Collective, chip: Chip) -> float:
 
 
 def _working(i: InstructionCost, chip: Chip) -> float:
-  """Returns the seconds of a run without sending."""
+  """Returns the seconds of a run by the roofline, without sending."""
   return max(i.flops / chip.flops, i.bytes / chip.hbm_bandwidth)
 
 
 def _by_cycles(i: InstructionCost, chip: Chip) -> float:
-  """Returns the seconds of a run by XLA's cycles, else by the roofline."""
+  """Returns the seconds of a run by XLA's cycles, if any, else the roofline."""
   if not i.cycles:
     return _working(i, chip)
   seconds = i.cycles / chip.clock
   both = seconds / chip.cores
-  # If two cores would beat the peak, XLA's cycles (of large products) are for
-  # both already. Below half the peak it is unknown.
+  # If sharing beats the peak, XLA's cycles (of large products) already are for
+  # two cores. Below half the peak this cannot be told.
   return both if both > i.flops / chip.flops else seconds
 
 

@@ -69,7 +69,7 @@ _ENVIRONMENT = {
 
 
 def parse(name: str) -> tuple[str, int]:
-  """Returns the chip and the number of chips: ("v5e", 4) of "v5e:2x2".
+  """Returns the chip and the number of chips: ("v5e", 4) for "v5e:2x2".
 
   "v5e:4x4*2" are two slices of 16. ValueError for an unknown chip or shape.
   """
@@ -95,7 +95,7 @@ def parse(name: str) -> tuple[str, int]:
     raise ValueError(f"--topology={name}: a {kind} has at most {largest} chips")
   slices = int(slices or 1)
   if slices > MOST_SLICES:  # more would make libtpu end the process
-    raise ValueError(f"--topology={name}: at most {MOST_SLICES} slices")
+    raise ValueError(f"--topology={name}: use at most {MOST_SLICES} slices")
   return chip, count * slices
 
 

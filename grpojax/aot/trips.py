@@ -53,7 +53,7 @@ def _values(
         inner = module.called(i, "calls")
         return _values(module, inner, {}, operands)(inner.root.name, index)
       case "and" if i.shapes[0].dtype == "pred":
-        # A false part decides; otherwise an unknown part makes it unknown.
+        # False if any operand is; otherwise unknown if any operand is.
         known = [operand() for operand in operands]
         return 0 if 0 in known else None if None in known else 1
       case "compare" | "add" | "subtract":
@@ -82,8 +82,8 @@ def trip_count(
   """Counts the iterations of a `while` of `computation`.
 
   XLA:CPU and XLA:GPU write known_trip_count. For XLA:TPU the loop's counter is
-  followed from its start until the condition is false, an upper bound if the
-  condition has other parts. `outer` has the constants of the loop around it.
+  followed until the condition is false; this is an upper bound if the condition
+  has other parts. `outer` has the constants of the loop around this one.
   """
   body = module.called(loop, "body")
   condition = module.called(loop, "condition")

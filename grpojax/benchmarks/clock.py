@@ -32,8 +32,8 @@ class Step(NamedTuple):
 
   number: int  # from 0, including the warm-up
   row: Any  # metrics of the step
-  # Seconds by part; `total` (wall), `own_cpu` (this process), and `others`, the
-  # share of all CPUs used by other processes.
+  # Seconds of each part, of the step (`total`) and of this process's CPU time
+  # (`own_cpu`); `others` is the share of all CPUs that other processes used.
   seconds: dict[str, float]
   compiled: Sequence[float]  # seconds of each compilation
 
@@ -41,23 +41,25 @@ class Step(NamedTuple):
 def timed(
   rows: Iterable[Any], count: int, parts: Mapping[str, str]
 ) -> list[Step]:
-  """Times `count` steps and prints them; `parts` names metrics of seconds."""
+  """Times `count` steps; `parts` maps parts to their metrics in seconds."""
   compiled = compilation.seconds()
   steps = []
   before = 0
-  clock, (busy, own) = time.perf_counter(), cpu_seconds()
+  clock = time.perf_counter()
+  all_cpu, own_cpu = cpu_seconds()
   for number, row in enumerate(rows):
-    now, (all_now, own_now) = time.perf_counter(), cpu_seconds()
-    wall, spent = now - clock, own_now - own
-    others = (all_now - busy - spent) / (wall * os.cpu_count())
+    now = time.perf_counter()
+    all_now, own_now = cpu_seconds()
+    wall = now - clock
+    spent = own_now - own_cpu
+    others = (all_now - all_cpu - spent) / (wall * os.cpu_count())
     text = f"step {number + 1}/{count}  {wall:.2f} s"
     print(text, file=sys.stderr, flush=True)
     seconds = {k: float(row[metric]) for k, metric in parts.items()}
     seconds |= {"total": wall, "own_cpu": spent, "others": max(0.0, others)}
     steps.append(Step(number, row, seconds, compiled[before:]))
     clock = now
-    busy = all_now
-    own = own_now
+    all_cpu, own_cpu = all_now, own_now
     before = len(compiled)
   return steps
 
@@ -72,7 +74,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def quiet(steps: Sequence[Step]) -> tuple[list[Step], int]:
-  """Returns the steps with little other CPU use, else all, and their number."""
+  """Returns the quiet steps (if none, all steps), and how many are quiet."""
   chosen = [step for step in steps if step.seconds["others"] < QUIET]
   return chosen or list(steps), len(chosen)
 

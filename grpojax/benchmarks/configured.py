@@ -15,7 +15,7 @@ from grpojax.core import meshes
 from grpojax.runtime.cli import command_line, configs
 from grpojax.training.config import to_config
 from grpojax.training.run import memory, setup
-from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings import batches
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import reference
 
@@ -28,7 +28,7 @@ PARTS = {
 def measure_flops(dtype: Any, size: int = 2048) -> float:
   """Measures the FLOP/s of a square matrix product, the fastest of several."""
   product = jax.jit(lambda x: x @ x)
-  x = jnp.full((size, size), 1 / size, dtype)  # its own square
+  x = jnp.full((size, size), 1 / size, dtype)  # x @ x = x
   seconds = []
   jax.block_until_ready(product(x))  # compiles
   for _ in range(7):
@@ -41,7 +41,7 @@ def measure_flops(dtype: Any, size: int = 2048) -> float:
 def peak_flops(kind: str, count: int, dtype: Any) -> tuple[float, str]:
   """Returns the FLOP/s of each of `count` devices, and the source of the rate.
 
-  They are looked up by the `device_kind` or measured.
+  `kind` is their `device_kind`. The rate of an unknown kind is measured.
   """
   chip = chips.of_kind(kind)
   if chip:
@@ -52,7 +52,7 @@ def peak_flops(kind: str, count: int, dtype: Any) -> tuple[float, str]:
 
 
 def open_run(settings: TrainSettings) -> programs.Run:
-  """Opens a run as shapes with the benchmark's reward; see `open_shapes`."""
+  """Opens a run as shapes; rewards on the host become the benchmark's."""
   if settings.reward.on_device:
     return open_shapes(settings)
   options = {"options": {}, "workers": 0, "model": ""}
@@ -69,7 +69,7 @@ def open_run(settings: TrainSettings) -> programs.Run:
 def open_shapes(settings: TrainSettings) -> programs.Run:
   """Opens a run without its arrays; ValueError if memory is too small."""
   mesh = setup.make_mesh(settings)
-  batches_lib.check_mesh(settings, mesh)
+  batches.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)
   run = programs.open_run(settings, mesh)
   teacher = programs.teacher_shape(settings)
@@ -84,12 +84,12 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   opened = subject.open_subject(run)
   prompts = subject.random_prompts(run)
   parts = PARTS
-  if run.settings.reward.on_device:  # a single program; prompts with targets
+  if run.settings.reward.on_device:  # one program; prompts need targets
     prompts = programs.data_prompts(run, opened.policy)
     parts = {}
-  with command_line.usage_errors():  # before anything compiles
-    batches = list(itertools.islice(prompts, warmup + steps))
-  rows = subject.steps(opened, batches)
+  with command_line.usage_errors():  # read the data before compiling
+    by_step = list(itertools.islice(prompts, warmup + steps))
+  rows = subject.steps(opened, by_step)
   all_steps = clock.timed(rows, warmup + steps, parts)
   compiled = [seconds for step in all_steps for seconds in step.compiled]
   later = all_steps[warmup:]
@@ -102,7 +102,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   median = {part: x["median"] for part, x in seconds.items()}
   samples = run.prompts * run.group_size
   lengths = [float(step.row["completion_length_mean"]) for step in all_steps]
-  sampled = samples * min(lengths)  # the same in all steps
+  sampled = samples * min(lengths)  # lengths are the same in all steps
   flops = part_flops(run)
   flops["step"] = sum(flops.values())
   stats = [device.memory_stats() or {} for device in run.mesh.local_devices]
@@ -138,14 +138,15 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     "tokens_per_second": {
       p: sampled / median[p] for p in ("rollout", "step") if p in median
     },
-    "peak_memory_bytes": max(memory, default=None),  # of a device, if known
+    "peak_memory_bytes": max(memory, default=None),  # largest of all devices
     "peak_rss_bytes": clock.peak_rss_mib() * 2**20,
   }
 
 
 def lines(report: dict[str, Any]) -> list[str]:
   """Formats a report as text."""
-  config, machine = report["config"], report["machine"]
+  config = report["config"]
+  machine = report["machine"]
   seconds = report["seconds"]
   rows = [("seconds", *seconds)]
   for name in ("median", "min", "max"):

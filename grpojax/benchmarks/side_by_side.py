@@ -89,7 +89,7 @@ def measure(
 def report(
   name: str, settings: TrainSettings, timed: Sequence[clock.Step], warmup: int
 ) -> dict[str, Any]:
-  """Returns the report of `measure` for steps in their order."""
+  """Returns the comparison's report on timed steps, warm-up steps first."""
   samples = settings.batch_size * settings.group_size
 
   def tokens(step: clock.Step) -> int:
@@ -109,7 +109,7 @@ def report(
   changes = [f"{k}={x}" for k, x in flat.items() if x != default.get(k)]
   planned = None
   if name != workloads.ARITHMETIC:
-    # Completions are at most as long as planned (`budgets`), so sums decide.
+    # `budgets` limits each length, so equal sums mean equal lengths.
     lengths = functools.partial(workloads.lengths, workloads.WORKLOADS[name])
     planned = all(tokens(x) == int(lengths(x.number).sum()) for x in timed)
   versions = {}

@@ -35,7 +35,7 @@ class Subject(NamedTuple):
   run: programs.Run  # shapes of the run
   policy: Policy  # with its frozen weights, if any
   state: TrainState  # before the first step
-  ref_params: Params | None  # for `host.HostStep`
+  ref_params: Params | None  # of the reference, as `host.HostStep` takes them
   tx: optax.GradientTransformation
 
 
@@ -53,7 +53,7 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 
 def _random(lm: LM, shapes: PyTree, key: Array) -> Params:
-  """Draws weights of these shapes and shardings."""
+  """Draws random weights with these shapes and shardings."""
 
   def init(key):
     params = lm.init(key)
@@ -81,7 +81,7 @@ def _endless(policy: Policy) -> LM:
 
 
 def open_subject(run: programs.Run) -> Subject:
-  """Draws weights for a run on shapes; opens its optimizer and reference."""
+  """Draws the weights of a run, and creates its optimizer and reference."""
   settings = run.settings
   policy = run.policy
   if settings.reward.on_device:  # the device step needs ids in the vocabulary
@@ -131,8 +131,8 @@ def steps(
 ) -> Rows:
   """Yields the metrics of steps with the reward `workloads.count_a`.
 
-  With reward.on_device, steps use their config's reward. `budgets` is as in
-  `step.sampling.sampler_program`: the largest lengths of completions.
+  With reward.on_device, steps use their config's reward. `budgets` returns the
+  largest lengths of a batch's completions; see `step.sampling.sampler_program`.
   """
   run = subject.run
   settings = run.settings

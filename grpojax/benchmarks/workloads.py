@@ -1,7 +1,7 @@
 """GRPO steps to time in any library: sizes, prompts, reward.
 
-In the comparison with TRL and Tunix all share decoder, prompts, completion
-lengths, reward and optimizer.
+In the comparison all libraries (grpojax, TRL, Tunix) use the same decoder,
+prompts, completion lengths, reward and optimizer.
 """
 
 import types
@@ -54,7 +54,7 @@ class Workload(NamedTuple):
   group_size: int  # completions per prompt, G
   prompt_length: int  # of every prompt, P, in tokens
   new_tokens: int  # of the longest completion, T
-  mean_length: int = 0  # of completions that `stop_table` ends; 0 if all have T
+  mean_length: int = 0  # of the lengths in `stop_table`; 0 if all have T tokens
   model: Mapping[str, Any] = MODEL  # config.json of the decoder
   settings: Mapping[str, Any] = {}  # for this workload only
 
@@ -113,7 +113,7 @@ def stop_table(workload: Workload) -> Int[np.ndarray, "S B G"]:
 
 
 def lengths(workload: Workload, step: int) -> Int[np.ndarray, "B G"]:
-  """Tokens that the completions of a step must have."""
+  """Returns the lengths of a step's completions, in tokens."""
   if workload.mean_length:
     return stop_table(workload)[step % _TABLE_STEPS]
   shape = workload.prompts, workload.group_size
@@ -135,7 +135,7 @@ REWARD = f"{__name__}:{count_a.__name__}"
 
 
 def _observe(state: int | None, *, tokens: int) -> dict[str, Any]:
-  """Observes `tokens` words, different words in each turn."""
+  """Returns an observation of `tokens` words, different ones in each turn."""
   state = state or 2
   words = " ".join(word(state + i) for i in range(tokens))
   return {"observation": words, "state": state + tokens}
@@ -159,7 +159,7 @@ def config_of(name: str) -> ConfigDict:
   config.reward.functions = (REWARD,)
   config.advantage = "grpo"
   config.loss.weighting = "sequence_mean"
-  config.loss.beta = 0.04  # k3 in the loss, clipped at 0.2: the defaults
+  config.loss.beta = 0.04  # by default k3 in the loss, and clipping at 0.2
   config.optim.learning_rate = 1e-6
   config.optim.b2 = 0.999
   config.update_from_flattened_dict(workload.settings)

@@ -4,13 +4,13 @@
                                       [--config.key=value ...] [--run_dir=DIR]
 
 An arm is a list of settings of `grpojax.train` separated by spaces, such as
-"advantage=score_weighted score_power=1". Its learning rate is the one with the
-highest mean reward on separate tuning seeds. Arms share each seed's prompts and
-first samples, so each is compared with the first in pairs: by the mean reward
-of fresh samples over training, and by the mean held-out accuracy after every
-`train.eval.every` steps. If arms differ in rewards, in the sampled distribution
-or in how prompts are drawn, only the accuracy is compared. DIR, by default
-runs/compare, receives
+"advantage=score_weighted score_power=1". It gets the learning rate with the
+highest mean reward on separate tuning seeds. All arms use each seed's prompts
+and first samples, so each is compared with the first arm seed by seed: in the
+mean reward of fresh samples over training, and in the mean held-out accuracy
+after every `train.eval.every` steps. If arms differ in rewards, sampling
+distribution or choice of prompts, only the accuracy is compared. DIR, by
+default runs/compare, receives
 
     tuning.csv      a row per arm and learning rate
     curves.csv      a row per step of the compared runs
@@ -65,7 +65,7 @@ SETTINGS = study.settings(
 )
 
 ASKED = ("data.", "environment.", "sampling.max_new_tokens")
-"""Settings of the held-out problems and their answers; arms must share them."""
+"""Settings of held-out problems and answers; they must be equal in all arms."""
 
 REWARDED = (
   "reward.",
@@ -74,7 +74,7 @@ REWARDED = (
   "sampling.min_p",
   "difficulty.priority",
 )
-"""Settings that arms must share for their mean rewards to be comparable."""
+"""Settings that must be equal in all arms to compare mean rewards."""
 
 FREE = (
   "environment.credit",
@@ -84,7 +84,7 @@ FREE = (
   "reward.timeout",
   "reward.on_device",
 )
-"""Exceptions: settings without influence on problems or rewards."""
+"""Exceptions to both: settings without influence on problems or rewards."""
 
 # Training metrics by column of curves.csv.
 METRICS = {"reward": "reward_mean", "accuracy": "accuracy"}
@@ -108,13 +108,13 @@ def train_settings(
 
 
 def _first_runs(config: ConfigDict) -> list[TrainSettings]:
-  """Returns each arm's run with the first learning rate and seed."""
+  """Returns each arm's settings with the first learning rate and seed."""
   rate = config.learning_rates[0]
   return [train_settings(config, i, rate, 0) for i in range(len(config.arms))]
 
 
 def config_errors(config: ConfigDict) -> list[str]:
-  """Lists mistakes in values that are within their ranges."""
+  """Lists errors in values that are within their ranges."""
   wrong = []
   if len(config.arms) < 2 or len(set(config.arms)) < len(config.arms):
     wrong.append(f"arms = {config.arms!r}: give two or more, all different")
@@ -134,7 +134,7 @@ def config_errors(config: ConfigDict) -> list[str]:
       wrong.append(f"arm {arm!r}: {error}")
     for name in ("seed", "name", "optim.learning_rate"):
       if any(word.split("=")[0] == name for word in arm.split()):
-        wrong.append(f"arm {arm!r}: {name} is set by the study")
+        wrong.append(f"arm {arm!r}: remove {name}, which the study sets")
   return wrong or [*_incomparable(config)] or _unreadable(config)
 
 
@@ -148,7 +148,7 @@ def _unreadable(config: ConfigDict) -> list[str]:
       continue
     checked.append(inputs)
     try:
-      with contextlib.redirect_stdout(None):  # this is also in the run's log
+      with contextlib.redirect_stdout(None):  # it is also in the run's log
         start.read_inputs(run, pathlib.Path(run.name))
     except ValueError as error:
       wrong.append(f"arm {arm!r}: {error}")
@@ -156,7 +156,7 @@ def _unreadable(config: ConfigDict) -> list[str]:
 
 
 def _budget(run: TrainSettings) -> tuple[tuple[int, int], set[float]]:
-  """Returns completions and held-out problems; evaluations by part of a run."""
+  """Returns (completions, problems) and the shares of a run at evaluations."""
   samples = run.steps * batches.samples_per_step(run)
   evaluations = range(run.eval.every, run.steps, run.eval.every)
   return (samples, run.eval.num_prompts), {x / run.steps for x in evaluations}
@@ -191,7 +191,7 @@ def _incomparable(config: ConfigDict) -> Iterator[str]:
         "them equal by steps, batch_size (prompts per step), eval.num_prompts"
       )
     elif evaluated != first_evaluated:
-      yield f"{prefix} is not evaluated when the first is: change eval.every"
+      yield f"{prefix} set eval.every to evaluate when the first arm does"
   judges = {run.reward.functions[0] for run in runs}
   if len(judges) > 1:
     yield (
@@ -213,7 +213,7 @@ def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
 
 
 def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
-  """Trains each arm with each learning rate; zeros if only one is given."""
+  """Returns mean rewards by arm and learning rate; zeros for a single rate."""
   arms = range(len(config.arms))
   rates = config.learning_rates
   if len(rates) == 1:
@@ -230,7 +230,7 @@ def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
 def best_rates(rates: Sequence[float], tuned: Tuned) -> list[float]:
   """Returns each arm's best learning rate; exits if an arm has no reward."""
   if lost := np.flatnonzero(np.isnan(tuned).all(1)).tolist():
-    raise SystemExit(f"error: no run of the arms {lost} had a reward")
+    raise SystemExit(f"error: no run of arms {lost} had a reward: see logs/")
   return [float(rates[i]) for i in np.nanargmax(tuned, axis=1)]
 
 
@@ -253,7 +253,7 @@ def table(
 
 
 def draw(axes, config: ConfigDict, rows, tuned: Tuned, lines, name) -> None:
-  """Draws rewards by step, by learning rate if several, and differences.
+  """Draws rewards by step and by learning rate (if several), and differences.
 
   `rows` are from curves.csv, `lines` from results.csv.
   """
@@ -281,7 +281,7 @@ def draw(axes, config: ConfigDict, rows, tuned: Tuned, lines, name) -> None:
   more.axvline(0, color="black", lw=0.8)
   names = [line["arm"].replace(" ", "\n") for line in lines]
   more.set_yticks(range(0, -len(lines), -1), names, fontsize=7)
-  more.set_xlabel(f"mean {name} more than the first, 95%")
+  more.set_xlabel(f"mean {name} minus the first arm's, 95%")
   for ax in axes[0]:
     ax.grid(alpha=0.3)
 
@@ -307,7 +307,7 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
   rates = best_rates(config.learning_rates, tuned)
   arms = config.arms
   seeds = range(config.seeds)
-  # Seed by seed, so that an interrupted study has whole seeds.
+  # Train seed by seed, so that an interrupted study has whole seeds.
   points = list(itertools.product(seeds, range(len(arms))))
   labels = [{"arm": arms[i], "seed": seed} for seed, i in points]
   runs = [train_settings(config, i, rates[i], seed) for seed, i in points]

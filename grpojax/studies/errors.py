@@ -1,8 +1,8 @@
-"""Unbiased estimates of the errors of gradient estimators.
+"""Estimates the errors of gradient estimators without bias.
 
-They come from a pool of S completions of a prompt: an estimator's error depends
-only on their rewards and on the Gram matrix K_ij = s_i.s_j of their scores, the
-gradients s = grad log pi(Y|x) with respect to all parameters. Notation as in
+The estimates need the rewards of a pool of S completions of a prompt, and the
+Gram matrix K_ij = s_i.s_j of their scores, the gradients s = grad log pi(Y|x)
+with respect to all parameters. The notation is that of
 `statistics.u_statistics` (arXiv 2603.01162).
 """
 
@@ -31,12 +31,12 @@ Gram = Float[np.ndarray, "S S"]
 Rewards = Real[np.ndarray, "S"]
 Numbers = TypeVar("Numbers", bound=tuple)
 PromptMeans = tuple[np.ndarray, ...]
-"""A number per prompt, [X], and its replicates: without each block, [X, b], and
-for projected scores also without each projection, [X, V]."""
+"""A number per prompt, [X], and its jackknife replicates: without each of b
+blocks, [X, b], and for projected scores without each projection, [X, V]."""
 
 
 def _logprob_of(lm: LM, sampling: Sampling) -> Callable:
-  """Returns a function to differentiate: a completion's log-probability."""
+  """Returns a differentiable function for a completion's log-probability."""
 
   def logprob(params, prompt_ids, prompt_mask, ids, mask):
     logprobs, _ = token_logprobs(
@@ -65,7 +65,7 @@ def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
 def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   """Returns a compiled function for projected scores of the layers' matrices.
 
-  `(directions, *arguments of make_score) -> [n, V, d]`, d the outputs of all
+  `(directions, *arguments of make_score) -> [n, V, d]`, with d outputs of all
   matrices. Let S and T [in, out] be a matrix's gradients for two completions.
   A vector a [in] of independent signs has E[a a^T] = 1, so a S . a T is an
   unbiased estimate of S . T; there are V such vectors (`random_directions`).
@@ -100,10 +100,9 @@ def score_gram(
 ) -> tuple[Float[np.ndarray, "*V S S"], int]:
   """Returns the scores' Gram matrix and the number of distinct completions.
 
-  The matrix is in float64; with projected scores there is an estimate from each
-  of V projections. `score` comes from `make_score`, or from
-  `make_projected_score` with its directions. It is computed once per distinct
-  completion; d float32 are held for each.
+  The matrix is in float64; for projected scores each of V projections has its
+  own. `score` comes from `make_score`, or from `make_projected_score` with its
+  directions bound. Each distinct completion is scored once and takes 4 d bytes.
   """
   # A row per distinct completion; -1 is padding, so a row determines its mask.
   rows, index = np.unique(np.where(mask, ids, -1), axis=0, return_inverse=True)
@@ -115,7 +114,7 @@ def score_gram(
     np.asarray(score(*fixed, np.maximum(chunk, 0), chunk >= 0))
     for chunk in np.split(rows, len(rows) // _AT_ONCE)
   ]
-  # [n, d] stays as it is; [n, V, d] becomes [V, n, d].
+  # Projections come first: [n, V, d] becomes [V, n, d], [n, d] is unchanged.
   scores = np.moveaxis(np.concatenate(chunks)[:count], 0, -2)
   # Sums of chunks of columns in float32, added up in float64.
   gram = np.zeros((*scores.shape[:-1], count))
@@ -130,27 +129,28 @@ def score_gram(
 def score_moments(gram: Gram, rewards: Rewards) -> Moments:
   """Estimates a prompt's moments without bias, by U-statistics of the pool.
 
-  Averages over distinct indices of a pool of 4 or more, in closed form:
-  ||g||^2 of K_ik (Z_i - Z_j)(Z_k - Z_l), I sigma^2 of K_ii (Z_j - Z_k)^2 / 2,
-  E||s delta||^2 of K_ii (Z_i - Z_j)(Z_i - Z_k). They may be negative.
+  These are averages over distinct indices i, j, k, l, in closed form: ||g||^2
+  of K_ik (Z_i - Z_j)(Z_k - Z_l), I sigma^2 of K_ii (Z_j - Z_k)^2 / 2, and
+  E||s delta||^2 of K_ii (Z_i - Z_j)(Z_i - Z_k). They need a pool of 4 or more,
+  and may be negative.
   """
   n = len(rewards)
   z = rewards.astype(np.float64)
   norms = np.diag(gram)
   first = z.sum()
   second = (z**2).sum()
-  # Without sample i: sum, mean, unbiased V^2 and unbiased sigma^2.
+  # Over all samples but i: sum, mean, unbiased V^2 and unbiased sigma^2
   total = first - z
   mean = total / (n - 1)
   square = _square(total, second - z**2, n - 1)
   variance = (second - z**2) / (n - 1) - square
   # (Z_i - V)^2 is multiplied out, with V and V^2 from the other samples.
   oracle = np.mean(norms * (z**2 - 2 * z * mean + square))
-  # Without samples i and k.
+  # Over all samples but i and k: sum, unbiased V^2
   pair = z[:, None] + z
   total = first - pair
   square = _square(total, second - z[:, None] ** 2 - z**2, n - 2)
-  # (Z_i - V)(Z_k - V), multiplied out likewise.
+  # (Z_i - V)(Z_k - V), multiplied out in the same way
   kernel = z[:, None] * z - pair * total / (n - 2) + square
   # The mean over pairs i != k leaves out the diagonal.
   products = gram * kernel
@@ -164,7 +164,7 @@ def score_moments(gram: Gram, rewards: Rewards) -> Moments:
 
 
 def _square(total, squares, n):
-  """Estimates a squared mean without bias: over pairs of distinct samples."""
+  """Estimates a squared mean without bias, from pairs of distinct samples."""
   return (total**2 - squares) / (n * (n - 1))
 
 
@@ -198,14 +198,15 @@ def score_lengths(gram: Gram, rewards: Rewards) -> ScoreLengths:
 
 
 def _errors(gram, rewards, group_size, blocks, baseline) -> np.ndarray:
-  """Measures errors [1 + b, 4], first on all blocks; see `group_errors`.
+  """Measures the errors [1 + b, 4] of four estimators; see `group_errors`.
 
-  The forms, weighted sums of a group's scores, are vanilla, leave_one_out,
-  centred and the mean score. A truth is an estimate of g from a whole block.
+  Row 0 uses all blocks, the other rows leave out a block each. A "form" is a
+  weighted sum of a group's scores (vanilla, leave_one_out, centred, and the
+  mean score for the oracle), a "truth" an estimate of g from a whole block.
   """
   size = len(rewards) // blocks
   count = len(rewards) // group_size
-  # Forms as weights of the samples, [4, S].
+  # The samples' weights in each form, [4, S]
   groups = jnp.asarray(rewards.reshape(-1, group_size))
   functions = (vanilla, leave_one_out, dr_grpo, jnp.ones_like)
   forms = np.stack(
@@ -222,7 +223,7 @@ def _errors(gram, rewards, group_size, blocks, baseline) -> np.ndarray:
   # Each sample's score times each block's truth, [S, b].
   truth = (rewards - baseline) / size
   onto = (gram * truth).reshape(len(rewards), blocks, size).sum(-1)
-  # Forms of a block times truths of another, [4, b, b].
+  # Forms of a block times truths of another block, [4, b, b]
   cross = (forms[:, :, None] * onto).reshape(len(forms), blocks, size, blocks)
   cross = cross.sum(2) / (size // group_size)
   truths = (truth[:, None] * onto).reshape(blocks, size, blocks).sum(1)
@@ -243,7 +244,7 @@ def _errors(gram, rewards, group_size, blocks, baseline) -> np.ndarray:
     products = cross[:, chosen][:, :, chosen]
     of_oracle = products[0] - v[:, None] * products[3]
     products = np.stack([*products[:3], of_oracle])
-    # Weights of the mean over ordered pairs of different blocks.
+    # Weights for the mean over ordered pairs of different blocks
     others = (1 - np.eye(n)) / (n * (n - 1))
     mixed = np.sum(products * others, (-2, -1))
     both = np.sum(truths[np.ix_(chosen, chosen)] * others)
@@ -265,12 +266,12 @@ def group_errors(
 
   Returns errors [group sizes], and without each block [b, group sizes].
 
-  The pool is divided into b >= 3 blocks, each block into groups of G; group
-  sizes divide S / b. The error of a group's estimate is ||ghat||^2 - 2 ghat.g +
-  ||g||^2. Estimates from the other blocks replace the unknown g, and products
-  of two different blocks ||g||^2, so the mean is exactly the mean squared
-  error. V is replaced likewise for the oracle. The estimates of g subtract
-  `baseline` from the rewards; they are unbiased if the pool does not affect it.
+  The pool is divided into b >= 3 blocks, each block into groups of G, so group
+  sizes must divide S / b. A group's error is ||ghat||^2 - 2 ghat.g + ||g||^2.
+  Estimates from the other blocks replace the unknown g and the oracle's V;
+  products of estimates from two blocks replace ||g||^2. So the mean is exactly
+  the mean squared error. The estimates of g subtract `baseline` from rewards;
+  they are unbiased if the pool does not affect it.
   """
   rewards = rewards.astype(np.float64)
   errors = [_errors(gram, rewards, g, blocks, baseline) for g in group_sizes]
@@ -287,7 +288,7 @@ def without_blocks(
 
 
 def stacked(estimates: Iterable[Numbers]) -> Numbers:
-  """Stacks the fields of several named tuples along a new first axis."""
+  """Stacks the fields of named tuples along a new first axis."""
   estimates = list(estimates)
   return type(estimates[0])(*map(np.array, zip(*estimates, strict=True)))
 
@@ -334,7 +335,7 @@ def ratio_of_means(above: PromptMeans, below: PromptMeans) -> dict[str, float]:
   if scale <= 0:
     return dict.fromkeys(("mean", "low", "high"), float("nan"))
   ratio = above[0].mean() / scale
-  # To first order the ratio errs by the mean of a - ratio b, over that of b.
+  # To first order the ratio's error is mean(a - ratio b) / mean(b).
   residuals = (a - ratio * b for a, b in zip(above, below, strict=True))
   residual = mean_over_prompts(*residuals)
   half = (residual["high"] - residual["low"]) / (2 * scale)

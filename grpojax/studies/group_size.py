@@ -1,12 +1,12 @@
-"""Figure 5: accuracy along training against the group size, at a fixed budget.
+"""Figure 5: accuracy during training by group size, at a fixed budget.
 
     python -m grpojax.studies.group_size [--config=configs/figure5.py]
                                          [--config.key=value ...]
                                          [--run_dir=DIR]
 
 At each budget of N = B G samples per step it trains with every group size and
-with group_size = "auto", on several seeds. The theory, G* = 1 + sqrt(c3 / c1),
-uses a diagnosis of the initial policy and the diagnoses during automatic runs.
+with group_size = "auto", on several seeds. Predictions G* = 1 + sqrt(c3 / c1)
+come from a diagnosis of the initial policy and from those of automatic runs.
 DIR, by default runs/group_size, receives
 
     prediction.json   the first diagnosis
@@ -42,18 +42,16 @@ from grpojax.studies import run as study
 from grpojax.training import policies
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config
-from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.data import splits
+from grpojax.training.data import prompts, splits
 from grpojax.training.run import setup
 from grpojax.training.settings.run import AUTO, TrainSettings
-from grpojax.training.step import sampling as sampling_lib
-from grpojax.training.step import scoring
+from grpojax.training.step import sampling, scoring
 
 FLAGS = study.FLAGS
 SETTINGS = study.settings(
   "group_size",
   seeds=setting(3, "runs per budget and group size", within="[2, inf)"),
-  budgets=setting((128, 256), "samples a step"),
+  budgets=setting((128, 256), "samples per step, N"),
   group_sizes=setting((4, 8, 16, 32, 64, 128), "fixed group sizes"),
   predict=section(
     "the diagnosis before training",
@@ -69,7 +67,7 @@ SETTINGS = study.settings(
       "optim.learning_rate": 5e-5,
       "eval.every": 4,
       "eval.num_prompts": 128,
-      "auto_group_size.start": 32,  # too large, to see it move
+      "auto_group_size.start": 32,  # too large, to show that it moves
       "auto_group_size.largest": 64,
       "diagnostics.every": 2,  # in automatic runs only
       "diagnostics.share": 1.0,
@@ -115,7 +113,7 @@ def train_settings(
 
 
 def _sizes(config: ConfigDict) -> list[str]:
-  """Returns the group sizes as in the column `run` of the tables."""
+  """Returns the group sizes as texts, like the tables' column `run`."""
   return [*map(str, config.group_sizes), AUTO]
 
 
@@ -126,7 +124,7 @@ def _points(config: ConfigDict):
 
 
 def config_errors(config: ConfigDict) -> list[str | tuple[str, str]]:
-  """Lists mistakes in values that are within their ranges."""
+  """Lists errors in values that are within their ranges."""
   wrong = study.size_errors(config, "budgets", "group_sizes")
   p = config.predict
   if p.prompts % p.batch:
@@ -136,7 +134,7 @@ def config_errors(config: ConfigDict) -> list[str | tuple[str, str]]:
     return wrong
   for seed, budget, size in _points(config):
     if size != AUTO and budget % size:
-      return [("group_sizes", f"{size} does not divide the budget {budget}")]
+      return [("group_sizes", f"{size} must divide the budget {budget}")]
     try:
       train_settings(config, budget, size, seed)
     except ValueError as error:
@@ -146,7 +144,7 @@ def config_errors(config: ConfigDict) -> list[str | tuple[str, str]]:
 
 
 def predict(config: ConfigDict) -> dict[str, Any]:
-  """Diagnoses the initial policy on training prompts."""
+  """Returns the diagnosis of the initial policy on training prompts."""
   p = config.predict
   settings = dataclasses.replace(
     train_settings(config, config.budgets[0], config.group_sizes[0], seed=0),
@@ -155,8 +153,8 @@ def predict(config: ConfigDict) -> dict[str, Any]:
     batch_size=p.batch,
   )
   policy = setup.with_weights(settings, setup.open_policy(settings))
-  sampling = settings.sampling.distribution
-  sampler = sampling_lib.make_sampler(settings, policy, p.group_size, sampling)
+  distribution = settings.sampling.distribution
+  sampler = sampling.make_sampler(settings, policy, p.group_size, distribution)
   project = policies.jit(
     policy,
     functools.partial(
@@ -164,26 +162,26 @@ def predict(config: ConfigDict) -> dict[str, Any]:
       tangents=p.tangents,
       micro_batches=p.batch,
       vectorized=policy.vmappable,
-      sampling=sampling,
+      sampling=distribution,
       chunk_size=settings.optim.update.chunk_size,
     ),
   )
   sampling_key, tangents_key = jax.random.split(seed_key(settings.seed))
   split = splits.load_split(settings, policy, "train")
   settings = splits.with_prompt_length(settings, split)
-  batches = prompts_lib.training_batches(
+  batches = prompts.training_batches(
     settings, policy, split.examples, p.group_size
   )
   projections = []
   rewards = []
   with scoring.open_reward_pool(settings) as reward_pool:
     for i in range(p.prompts // p.batch):
-      prompts, examples = next(batches)
+      batch, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
-      sampled = sampler(policy.params, jax.device_put(prompts), examples, key)
+      sampled = sampler(policy.params, jax.device_put(batch), examples, key)
       scored = policy, reward_pool, examples, sampled
       rewards.append(scoring.compute_rewards(*scored)[1].rewards)
-      # The same directions for all prompts, so that their products compare.
+      # Equal directions for all prompts: their projections are multiplied.
       projected = project(policy.params, sampled.rollout, tangents_key)
       projections.append(np.asarray(projected))
       print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
@@ -199,9 +197,9 @@ def predict(config: ConfigDict) -> dict[str, Any]:
 def table(config: ConfigDict, rows: study.Rows) -> list[dict[str, Any]]:
   """Returns means over training, averaged over seeds with 95% intervals.
 
-  The reward is of fresh samples for new prompts at every step, the objective
-  itself. Group sizes share a seed's first samples, so intervals are of a run's
-  difference from the mean of the fixed sizes with the same seed.
+  The reward of fresh samples for new prompts at every step estimates the
+  objective itself. Group sizes share a seed's first samples, so intervals are
+  of differences from the mean of the fixed sizes with the same seed.
   """
   sizes = _sizes(config)
   table_rows = []
@@ -212,8 +210,8 @@ def table(config: ConfigDict, rows: study.Rows) -> list[dict[str, Any]]:
       means = study.run_means(rows, name, runs).reshape(len(sizes), -1)
       by_seed = means[:-1].mean(0)  # over the fixed sizes
       centred = means - by_seed + by_seed.mean()
-      for line, values, around in zip(lines, means, centred, strict=True):
-        line |= study.with_interval(name, around)
+      for line, values, shifted in zip(lines, means, centred, strict=True):
+        line |= study.with_interval(name, shifted)
         line |= {f"{name}s": values.tolist()}
     table_rows += lines
   return table_rows
@@ -222,7 +220,7 @@ def table(config: ConfigDict, rows: study.Rows) -> list[dict[str, Any]]:
 def compare(config: ConfigDict, lines) -> dict[str, Any]:
   """Compares automatic runs with the best and worst fixed size, by budget."""
 
-  def difference(a, b):  # in pairs: equal seeds share their first samples
+  def difference(a, b):  # paired, because equal seeds share first samples
     return list(mean_interval(np.subtract(a["rewards"], b["rewards"])))
 
   comparison = {}
@@ -244,9 +242,9 @@ def compare(config: ConfigDict, lines) -> dict[str, Any]:
 
 
 def _along(rows, budget: int):
-  """Returns steps and G* of a budget's automatic runs, from mean c1 and c3.
+  """Returns the steps of a budget's automatic runs, and G* at each.
 
-  Means are over all seeds and earlier steps, as single estimates are too noisy.
+  G* is from c1 and c3, averaged over seeds and earlier steps to reduce noise.
   """
   automatic = study.select(rows, budget=budget, run=AUTO)
   at_step = study.by_step(automatic, "c1"), study.by_step(automatic, "c3")
@@ -262,7 +260,7 @@ def draw(grid, config: ConfigDict, rows, lines, prediction) -> None:
     _draw_curves(axes[0], config, study.select(rows, budget=budget))
     _draw_sizes(axes[1], study.select(lines, budget=budget), prediction)
     _draw_choice(axes[2], config, rows, budget)
-    axes[0].set_title(f"N = {budget} samples a step", fontsize=10)
+    axes[0].set_title(f"N = {budget} samples per step", fontsize=10)
     for ax in axes:
       ax.grid(alpha=0.3)
 

@@ -1,12 +1,12 @@
-"""Measured mean squared error of gradient estimators against group size.
+"""Measures the mean squared error of gradient estimators by group size.
 
     python -m grpojax.studies.mse [--run_dir=DIR] [--config.key=value ...]
 
 Figure 4 of arXiv 2603.01162 for a base model, an instruct model, and the base
-model with solved examples in its prompt. The error is in the gradient of a
-prompt's expected reward by all parameters or, for large models, in random
-`projections` of the gradients of the layers' matrices. Errors are conditional
-on the prompt, and averaged over held-out prompts.
+model with solved examples in its prompt. The error is that of the gradient of a
+prompt's expected reward with respect to all parameters or, for large models, of
+random `projections` of the gradients of the layers' matrices. Errors are
+conditional on the prompt, and averaged over held-out prompts.
 
 Points are errors of groups from a pool of completions per prompt
 (`errors.group_errors`). Curves are the exact formulas of
@@ -57,7 +57,7 @@ FLAGS = run.FLAGS
 SETTINGS = run.settings(
   "mse",
   seed=run.SEED,
-  base=setting("arithmetic-base", "plain-text model: embedded, or a directory"),
+  base=setting("arithmetic-base", "model for plain text, bundled or a path"),
   instruct=setting("arithmetic-instruct", "model with a chat template"),
   shots=setting(2, "solved problems in context", within=ONE_OR_MORE),
   num_prompts=setting(12, "held-out problems", within=ONE_OR_MORE),
@@ -67,7 +67,7 @@ SETTINGS = run.settings(
   ),
   max_new_tokens=setting(80, "longest completion, tokens", within=ONE_OR_MORE),
   problems=setting(
-    "expressions", "form of the problems: bare, or in words", samples.PROBLEMS
+    "expressions", "bare expressions, or questions in words", samples.PROBLEMS
   ),
   projections=setting(
     0,
@@ -79,25 +79,23 @@ SETTINGS = run.settings(
 
 
 def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
-  """Yields mistakes in values that are within their ranges."""
+  """Yields errors in values that are within their ranges."""
   if wrong := run.size_errors(config, "group_sizes"):
     yield from wrong
     return
   sizes = config.group_sizes
   largest = max(sizes)
   if any(largest % g for g in sizes) or len(set(sizes)) < len(sizes):
-    yield "group_sizes", "each must divide the largest, once"
+    yield "group_sizes", "must be different divisors of the largest"
   elif config.samples % largest or config.samples < 3 * largest:
-    remedy = (
-      f"must be a multiple of {largest} (largest group), at least 3 times"
-    )
-    yield "samples", remedy
+    least = 3 * largest
+    yield "samples", f"must be a multiple of {largest}, {least} or more"
   if config.projections in (1, 2):
-    yield "projections", "intervals need their spread: use 0, or 3 or more"
+    yield "projections", "must be 0, or 3 or more to estimate intervals"
   for key, split in {"num_prompts": "test", "shots": "train"}.items():
     most = len(samples.questions(None, split))
     if config.problems == "questions" and config[key] > most:
-      yield key, f"there are {most} such questions"
+      yield key, f"must be at most {most}, the number of questions"
   for name in ("base", "instruct"):
     try:
       policies.find_model(config[name])
@@ -106,7 +104,7 @@ def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
 
 
 def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
-  """Samples two pools for a prompt; returns its row of rows.jsonl."""
+  """Samples two pools for a prompt; returns the prompt's row of rows.jsonl."""
   configuration = samples.CONFIGURATIONS.index(name)
   key = jax.random.fold_in(seed_key(config.seed), configuration)
   key = jax.random.fold_in(key, index)
@@ -183,9 +181,9 @@ def _by_configuration(rows: run.Rows) -> dict[str, list[run.Row]]:
 
 
 def _stacks(rows: run.Rows, field: str) -> list[dict[str, np.ndarray]]:
-  """Returns a field's values [X, ...] by name, then their replicates.
+  """Returns a field's values [X, ...] by name, then their jackknife replicates.
 
-  Replicates lack a block each or, with projections, a projection each.
+  A replicate leaves out a block or, with projections, a projection.
   """
   fields = (field, f"{field}_without", f"{field}_projected")
   return [
@@ -198,8 +196,8 @@ def _stacks(rows: run.Rows, field: str) -> list[dict[str, np.ndarray]]:
 def table(rows: run.Rows, group_sizes: Sequence[int]) -> list[dict[str, Any]]:
   """Returns the rows of results.csv, by configuration, group size, estimator.
 
-  They hold measured error and theory (means over prompts with 95% intervals),
-  their difference in standard errors, and the ratio to the oracle.
+  They have the measured error and theory (means over prompts, 95% intervals),
+  the difference in standard errors, and the ratio to the oracle.
   """
   lines = []
   for name, of_name in _by_configuration(rows).items():
@@ -250,7 +248,7 @@ def _means(rows: run.Rows, field: str) -> dict[str, dict[str, float]]:
 
 
 def _lengths(rows: run.Rows) -> dict[str, Any]:
-  """Relates lengths of scores to rewards, for prompts whose rewards differ.
+  """Summarises lengths of scores and rewards over prompts with unequal rewards.
 
   `vanilla_to_oracle` is the ratio of their exact errors at any group size.
   """
@@ -289,7 +287,7 @@ def summary(rows: run.Rows, lines: run.Rows) -> dict[str, Any]:
 
 
 def draw(axes: np.ndarray, rows: run.Rows, config: ConfigDict) -> None:
-  """Draws errors, and below them ratios to the oracle's, by group size."""
+  """Draws errors by group size, and below them their ratios to the oracle's."""
   configurations = _by_configuration(rows)
   for column, (name, lines) in zip(axes.T, configurations.items(), strict=True):
     for estimator, style in _STYLES.items():

@@ -2,8 +2,8 @@
 
 A study's directory, by default runs/NAME, holds config.json, partial results,
 and finally tables (CSV), summary.json and NAME.png. The same command resumes;
-a different config is refused. Training run R is in runs/R, its output in
-logs/R.txt.
+a different config is refused. Its directory runs/R has the training run R, and
+logs/R.txt the run's output.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {"run_dir": setting("", 'output directory; "" = runs/NAME')}
 SEED = setting(0, "seed of all random numbers", within="[0, 2**32)")
-# The training settings of the studies that train, sized for two cores.
+# Training settings of the studies, sized for two cores
 QUICK = {
   "steps": 24,
   "data.options.difficulty": (2, 2),
@@ -45,13 +45,13 @@ QUICK = {
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 ConfigErrors = Callable[[ConfigDict], Iterable[str | tuple[str, str]]]
-"""Lists mistakes in values within their ranges: text, or (setting, remedy)."""
+"""Lists errors in values within their ranges: texts, or (setting, remedy)."""
 
 
 class Results(NamedTuple):
   """Results of a study: its files, and lines to print."""
 
-  tables: Mapping[str, Rows]  # rows of NAME.csv; lists are left out
+  tables: Mapping[str, Rows]  # rows of NAME.csv, without lists
   lines: Sequence[str]
   draw: Callable[[np.ndarray], None]  # into axes [rows, columns]
   panels: tuple[int, int]  # rows and columns of the picture
@@ -135,24 +135,25 @@ def open_study(
 
 
 def _open(directory: pathlib.Path, config: ConfigDict) -> None:
-  """Creates a study's directory, or checks that its config is this one."""
+  """Creates a study's directory, or checks that its config equals `config`."""
   if directory.exists() and not directory.is_dir():
-    raise ValueError(f"{directory} is a file; give a directory as --run_dir")
+    raise ValueError(f"{directory} is a file: give a directory as --run_dir")
   path = directory / "config.json"
   if path.exists():
     try:
       saved = configs.from_json(path.read_text())
     except (OSError, ValueError) as error:
-      raise ValueError(f"{path} is no study's config: {error}") from error
+      text = f"{path} is not a study's config: give a new --run_dir: {error}"
+      raise ValueError(text) from error
     if changed := configs.difference(saved, config):
       raise ValueError(
         f"{directory} holds results of another config (its value -> yours):\n  "
         + "\n  ".join(changed)
-        + "\ngive another --run_dir, or its own values to resume"
+        + "\ngive another --run_dir, or use its values to resume"
       )
   elif directory.exists() and any(directory.iterdir()):
     raise ValueError(
-      f"{directory} is not empty and is no study: give a new --run_dir"
+      f"{directory} is not empty and not a study's: give a new --run_dir"
     )
   else:
     directory.mkdir(parents=True, exist_ok=True)
@@ -169,8 +170,8 @@ def time_left(began: float, done: int, count: int) -> str:
 
 
 def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
-  """Trains the unfinished runs; exits if a run stops or its config changed."""
-  compilation.keep()  # the runs have programs in common
+  """Trains the unfinished runs; exits if a run stops or has another config."""
+  compilation.keep()  # so that runs share compiled programs
   unfinished = []
   with command_line.usage_errors():
     for run in runs:  # check all of them before training starts
@@ -186,7 +187,7 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
       with open(log_path, "a") as log, contextlib.redirect_stdout(log):
         outcome = fit.run(run, directory / "runs" / run.name)
     except SystemExit as stopped:
-      if not isinstance(stopped.code, str):  # not an error: only in the log
+      if not isinstance(stopped.code, str):  # the log has the reason
         print(f"{run.name} was stopped; the same command resumes it")
       raise
     print(
@@ -198,7 +199,7 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
 
 
 def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
-  """Reads a row per step, with its accuracy if any; exits if one is missing."""
+  """Reads a row per step, with accuracy if any; exits if a step is missing."""
   run = directory / "runs" / name
   steps = json.loads((run / run_directory.SUMMARY).read_text())["steps"]
   path = run / run_directory.METRICS
@@ -233,14 +234,14 @@ def trained(
 
 
 def select(rows: Rows, **values: Any) -> list[Row]:
-  """Returns the rows with these values."""
+  """Returns the rows with these values in the named columns."""
   return [row for row in rows if all(row[k] == v for k, v in values.items())]
 
 
 def run_means(rows: Rows, column: str, runs: Rows) -> np.ndarray:
   """Returns a column's mean over the rows of each run; nan without values.
 
-  `runs` are labels. Nones are left out.
+  `runs` has the labels of each run. Means leave out None.
   """
   means = []
   for run in runs:
@@ -279,7 +280,7 @@ def rounded(row: Row, digits: int = 6) -> dict[str, Any]:
 
 
 def size_errors(config: ConfigDict, *names: str) -> list[tuple[str, str]]:
-  """Lists the settings that are not whole numbers of 2 or more."""
+  """Lists errors of the named settings that are not whole numbers above 1."""
   return [
     (name, "give whole numbers of 2 or more")
     for name in names

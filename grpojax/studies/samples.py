@@ -1,7 +1,7 @@
 """Samples pools of completions and computes the Gram matrix of their scores.
 
-A base model is prompted in plain text, without and with solved examples; an
-instruct model by its chat template.
+A base model gets prompts in plain text, without and with solved examples; an
+instruct model gets them in its chat template.
 """
 
 import dataclasses
@@ -24,20 +24,19 @@ from grpojax.runtime.text.tokenization import encode_prompt
 from grpojax.studies import errors
 from grpojax.training import policies
 from grpojax.training.config import default_config, from_config
-from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.data import splits
-from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.data import prompts, splits
+from grpojax.training.step import sampling
 
 CONFIGURATIONS = ("base", "instruct", "in-context")
 _DIRECTIONS = 2**31 - 1  # folded into a pool's key; no sample has this number
 
 
 class Problems(NamedTuple):
-  """A kind of problem, and its prompts and rewards."""
+  """Examples of a kind of problem, their prompt format and reward."""
 
   load: Callable[..., Any]  # `(train settings, split) -> examples`
   template: str  # of a prompt in plain text
-  solution: Callable[[Mapping], str]  # text that follows in a solved example
+  solution: Callable[[Mapping], str]  # text after a solved example's prompt
   reward: Callable[..., float]  # `(prompt, completion, example) -> 0 or 1`
   one_line: bool  # True if a plain-text completion stops at a line break
 
@@ -90,8 +89,8 @@ class Bench(NamedTuple):
   """Model, prompts and compiled functions of a configuration."""
 
   policy: policies.Policy
-  batches: list  # a prompt each, with its example
-  sampler: Any  # of a pool, from `step.sampling.make_sampler`
+  batches: list  # with one prompt each, and its example
+  sampler: Any  # samples a pool; from `step.sampling.make_sampler`
   score: Any  # from `errors.make_score` or `errors.make_projected_score`
   reward: Any = exact_answer
   projections: int = 0
@@ -124,27 +123,27 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     ]
     template = "".join([*shots, template])
   held_out = Subset(problems.load(settings, "test"), range(config.num_prompts))
-  prompts = [x["prompt"] for x in held_out]
-  longest = max(len(encode_prompt(tokenizer, x, template)[1]) for x in prompts)
+  texts = [x["prompt"] for x in held_out]
+  longest = max(len(encode_prompt(tokenizer, x, template)[1]) for x in texts)
   data = dataclasses.replace(
     settings.data, template=template, max_prompt_length=longest
   )
   settings = dataclasses.replace(settings, data=data)
-  batches = prompts_lib.prompt_batches(
+  batches = prompts.prompt_batches(
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )
-  sampling = settings.sampling.distribution
+  distribution = settings.sampling.distribution
   count = config.projections
-  sampler = sampling_lib.make_sampler(
-    settings, policy, config.samples, sampling
+  sampler = sampling.make_sampler(
+    settings, policy, config.samples, distribution
   )
   make_score = errors.make_projected_score if count else errors.make_score
-  score = make_score(policy.lm, sampling)
+  score = make_score(policy.lm, distribution)
   return Bench(policy, list(batches), sampler, score, problems.reward, count)
 
 
 class Sampled(NamedTuple):
-  """Completions of a prompt: all pools in order."""
+  """Rewards and scores of a prompt's completions, one pool after the other."""
 
   rewards: np.ndarray  # [S]
   gram: np.ndarray  # [S, S], inner products of their scores
@@ -153,11 +152,11 @@ class Sampled(NamedTuple):
 
 
 def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
-  """Samples a pool for each key, and computes the scores of all together."""
-  prompts, (example,) = bench.batches[index]
+  """Samples a pool per key, and computes the Gram matrix of all completions."""
+  prompt, (example,) = bench.batches[index]
   params = bench.policy.params
   score = bench.score
-  pools = [bench.sampler(params, prompts, (), key).rollout for key in keys]
+  pools = [bench.sampler(params, prompt, (), key).rollout for key in keys]
   decoded = [policies.decode(bench.policy, pool) for pool in pools]
   texts = [text for (group,) in decoded for text in group]
   rewards = [bench.reward("", text, example) for text in texts]
@@ -167,7 +166,7 @@ def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
     key = jax.random.fold_in(keys[0], _DIRECTIONS)
     directions = errors.random_directions(params, key, bench.projections)
     score = functools.partial(score, directions)
-  gram, distinct = errors.score_gram(score, params, prompts, ids, mask)
+  gram, distinct = errors.score_gram(score, params, prompt, ids, mask)
   without = np.empty((0, *gram.shape[-2:]))
   if bench.projections:
     without = (gram.sum(0) - gram) / (len(gram) - 1)

@@ -1,16 +1,16 @@
-"""Distribution of the gap to the optimum after GRPO runs, and its theory.
+"""Compares the gap to the optimum after GRPO runs with its limit distribution.
 
     python -m grpojax.studies.suboptimality [--config.key=value ...]
 
-Theorem 8 and Corollaries 9 and 10 of arXiv 2603.01162 on the fully known bandit
-of `studies.tabular`. Thousands of complete GRPO runs, with step sizes eta / n
-and N = B G samples per step, are compared with the theory in float64, without a
-fitted constant:
+Tests Theorem 8 and Corollaries 9 and 10 of arXiv 2603.01162 on the fully known
+bandit of `studies.tabular`. Thousands of complete GRPO runs, with step sizes
+eta / (n + 20) and N = B G samples per step, are compared in float64 with the
+theory, which has no fitted constant:
 
   sqrt(n) (theta_n - theta*) -> N(0, S),
-  n (J* - J(theta_n)) -> 1/2 sum_k lambda_k chi2_1,
+  n (J* - J(theta_n)) -> 1/2 sum_k lambda_k chi2_1.
 
-with the eigenvalues lambda of H^1/2 S H^1/2 and H = -grad^2 J(theta*).
+Here H = -grad^2 J(theta*), and lambda are the eigenvalues of H^1/2 S H^1/2.
 
 Writes results.csv (a row per estimator, G and n), quantiles.csv, summary.json
 and suboptimality.png. The same command resumes after the last finished
@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import scipy  # scipy.linalg and scipy.stats come when first used
+import scipy  # loads scipy.linalg and scipy.stats on first use
 from jaxtyping import Float
 from ml_collections import ConfigDict
 
@@ -43,7 +43,7 @@ from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run, tabular
 from grpojax.studies.tabular import Matrix, Vector
 
-LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of quantiles.csv
+LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # rows of quantiles.csv
 _CHUNK = 500  # steps between two lines of progress
 OFFSET = 20  # step sizes are eta / (n + OFFSET)
 # Estimator: name in the picture, colour, and horizontal shift of points.
@@ -66,7 +66,7 @@ SETTINGS = run.settings(
 
 
 def config_errors(config: ConfigDict) -> list[tuple[str, str]]:
-  """Lists mistakes in values that are within their ranges."""
+  """Lists errors in values that are within their ranges."""
   wrong = []
   for name, least in {"steps": 1, "group_sizes": 2}.items():
     values = config[name]
@@ -87,8 +87,8 @@ def limit_covariance(curvature: Matrix, noise: Matrix, eta: float) -> Matrix:
 
   It solves (eta H - I/2) S + S (eta H - I/2) = eta^2 noise (V. Fabian, 1968,
   "On asymptotic normality in stochastic approximation"). `noise` is the
-  covariance of a step's gradient estimate at theta*. Unless eta H - I/2 is
-  positive definite, the gap decays slower than 1/n, and there is no limit.
+  covariance of a step's gradient estimate at theta*. If eta H - I/2 is not
+  positive definite, the gap decays slower than 1/n and there is no such limit.
   """
   drift = eta * curvature - np.eye(len(curvature)) / 2
   return scipy.linalg.solve_continuous_lyapunov(drift, eta**2 * noise)
@@ -107,8 +107,8 @@ def chi_square_weights(curvature: Matrix, covariance: Matrix) -> Vector:
 def chi_square_quantiles(weights: Vector, count: int = 5000) -> Quantiles:
   """Returns `count` quantiles of sum_k weights_k chi2_1, ascending.
 
-  They are medians of equal parts of 200 draws each. With the default count the
-  distribution function is off by at most 0.0014 (95%).
+  Each is the median of 200 successive ordered draws. With the default count the
+  error of the distribution function is at most 0.0014 (95%).
   """
   draws = np.random.default_rng(0).normal(size=(200 * count, len(weights)))
   ordered = np.sort(draws**2 @ weights)
@@ -122,7 +122,7 @@ def linear_gap(
   eta: float,
   steps: Sequence[int],
 ) -> Float[np.ndarray, "S"]:
-  """Returns the mean gaps E[J* - J(theta_n)] if J is quadratic, noise constant.
+  """Returns mean gaps E[J* - J(theta_n)] for quadratic J and constant noise.
 
   Along the eigenvector i of H the mean square m of theta - theta* follows
   m <- (1 - a h_i)^2 m + a^2 noise_ii with a = eta / (n + OFFSET). This shows
@@ -149,7 +149,7 @@ def distances(
 
 
 def null_bands(quantiles: Quantiles, size: int) -> tuple[float, float]:
-  """Returns the 95% quantiles of `distances` of samples of `size` draws."""
+  """Returns 95% quantiles of `distances` of `size` draws from the limit."""
   rng = np.random.default_rng(1)
   samples = rng.choice(quantiles, size=(200, size))
   apart = [distances(sample, quantiles) for sample in samples]
@@ -158,17 +158,17 @@ def null_bands(quantiles: Quantiles, size: int) -> tuple[float, float]:
 
 
 class Bandit(NamedTuple):
-  """The bandit and its optimum."""
+  """A bandit with its optimum, curvature and step size."""
 
   problem: tabular.Problem
   optimum: Vector  # theta*
   curvature: Matrix  # H = -grad^2 J(theta*)
-  eta: float  # 1 / the smallest curvature; 1/n rates need more than half of it
+  eta: float  # 1 / smallest curvature; a gap of order 1/n needs over half of it
   best: float  # J*
 
 
 class Outcome(NamedTuple):
-  """Gaps of an estimator at a group size, in units of n times the reward."""
+  """Scaled gaps n (J* - J) of an estimator and group size, and their limit."""
 
   gaps: Float[np.ndarray, "S R"]  # n (J* - J(theta_n)) by n and run
   limit: Quantiles  # of the limit distribution
@@ -241,7 +241,7 @@ def outcome(
   size: int,
   params: np.ndarray,
 ) -> Outcome:
-  """Returns the gaps of runs with these parameters [S, R, d], and theory's."""
+  """Returns the gaps of runs with parameters [S, R, d], and theory's limit."""
   problem, optimum, h, eta, best = known
   steps = np.array(config.steps)
   gaps = (best - tabular.objective(problem, params)) * steps[:, None]
@@ -326,7 +326,7 @@ def draw(axes: np.ndarray, steps: tuple[int, ...], outcomes: Outcomes) -> None:
   tails.legend(frameon=False)
   run.size_axis(means, sizes)
   means.set(
-    xlabel="group size G, equal samples a step",
+    xlabel="group size G, equal samples per step",
     ylabel=f"mean of n x gap, n = {n}",
     title="Means (95%), limit (lines)",
   )
@@ -343,7 +343,7 @@ def draw(axes: np.ndarray, steps: tuple[int, ...], outcomes: Outcomes) -> None:
 
 
 def _draw_tail(axis, result: Outcome, colour: str, name: str) -> None:
-  """Draws the share of runs above each gap: theory a line, runs points."""
+  """Draws the share of runs above each gap: theory: line, runs: points."""
   gaps = np.sort(result.gaps[-1])
   above_limit, above = (
     1 - (np.arange(len(x)) + 0.5) / len(x) for x in (result.limit, gaps)

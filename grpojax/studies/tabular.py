@@ -6,9 +6,9 @@ exp(phi(x, y) . theta) over V one-token completions. The objective is
   J(theta) = E_x E_{y ~ pi_theta(. | x)}[Z],
   Z = r(x, y) - beta log(pi_theta(y | x) / pi_ref(y | x)),
 
-with x and the reference policy (theta = 0) uniform. The penalty keeps every
-probability positive at the optimum, and Z still varies there, as there are
-fewer parameters than logits. All but `policy` is exact, in float64.
+where x and the reference policy (theta = 0) are uniform. The penalty keeps
+every probability positive at the optimum, and Z still varies there, because
+there are fewer parameters than logits. Numpy functions compute in float64.
 """
 
 import functools
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import scipy  # scipy.optimize comes when first used
+import scipy  # loads scipy.optimize on first use
 from jaxtyping import Array, Float
 
 from grpojax.core.objective import Objective
@@ -43,9 +43,9 @@ class Problem(NamedTuple):
 def make_problem(
   seed: int, prompts: int, vocab: int, dims: int, spread: float, beta: float
 ) -> Problem:
-  """Draws normal features and the signs of normal rewards.
+  """Draws normal features, and rewards 1 or 0 by the sign of normal numbers.
 
-  Each is a part common to all prompts plus `spread` times a prompt's own part.
+  Each is a term common to all prompts plus `spread` times a prompt's own term.
   """
   rng = np.random.default_rng(seed)
 
@@ -74,7 +74,7 @@ def objective(problem: Problem, theta: Vectors) -> Float[np.ndarray, "*n"]:
 def population(problem: Problem, theta: Vector) -> tuple[np.ndarray, ...]:
   """Returns each completion's probability, score and penalised reward Z.
 
-  They are [X, V], [X, V, d] and [X, V], under theta.
+  Their shapes are [X, V], [X, V, d] and [X, V].
   """
   ratio = log_ratios(problem, theta)
   probabilities = np.exp(ratio) / ratio.shape[-1]

@@ -53,7 +53,7 @@ def read(
 
 
 class _UniqueKeys(yaml.SafeLoader):
-  """YAML loader without repeated keys."""
+  """YAML loader that refuses repeated keys."""
 
   def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
     node = super().compose_mapping_node(anchor)
@@ -94,7 +94,7 @@ def _flatten(tree: Any) -> dict[str, Any]:
     if visits > MAX_VALUES:
       raise ValueError(f"more than {MAX_VALUES} keys: not a configuration")
     if path in flat:
-      raise ValueError(f"{path!r} is set twice, in two ways: remove one")
+      raise ValueError(f"{path!r} is set twice, nested and dotted: remove one")
     if isinstance(value, Mapping) and (value or not path):
       prefix = f"{path}." if path else ""
       waiting += reversed([(f"{prefix}{k}", item) for k, item in value.items()])

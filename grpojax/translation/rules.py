@@ -1,9 +1,9 @@
-"""Translation by a table with a row for each setting of another library.
+"""Translates another library's settings by a table with a row for each.
 
-Most rows name the setting of grpojax that takes the value; functions yield
-settings and notes that depend on several of theirs. The tables are in `trl` and
-`verl`, their shared rules at the end of this file. "Ours" and "theirs" are
-settings of grpojax and of the other library.
+Most rows name the grpojax setting that takes the value. A function translates
+settings that depend on each other. `trl` and `verl` have the tables; their
+shared rules are at the end of this file. "Our" settings are grpojax's, "their"
+settings the other library's.
 """
 
 import difflib
@@ -18,19 +18,19 @@ from grpojax.runtime.terminal.trackers import TRACKERS
 
 
 class Setting(NamedTuple):
-  """A setting of ours."""
+  """A setting of grpojax."""
 
   name: str
   value: Any
-  theirs: str = ""  # comment with their names and values
+  origin: str = ""  # comment: their names and values
 
 
 class Note(NamedTuple):
-  """A sentence on the meaning of their setting here, or its absence."""
+  """A remark on a setting that differs in grpojax or is missing there."""
 
-  theirs: str
+  origin: str  # name of their setting
   text: str
-  missing: bool = False
+  missing: bool = False  # True if grpojax has no counterpart
   flag: str = ""  # flag required from the user, such as "model.path=MODEL"
 
 
@@ -47,32 +47,32 @@ class Translation(NamedTuple):
   code: str = ""  # module with the script's functions
 
 
-Text = "str | Mapping[Any, str] | Callable[[Any, Theirs], str]"
+Text = "str | Mapping[Any, str] | Callable[[Any, Origin], str]"
 
 
 class Row(NamedTuple):
-  """A setting of theirs and its translation."""
+  """A setting of the other library and its translation."""
 
-  default: Any = None  # in their library
+  default: Any = None  # of the other library
   # Our setting, or a function of their settings and this name that yields
   # items; None if another row reads the value.
-  to: "str | Callable[[Theirs, str], Items] | None" = None
+  to: "str | Callable[[Origin, str], Items] | None" = None
   # Our value by their value, or a function of their value and all their
   # settings. Nothing is set if the result is None.
-  value: "Mapping[Any, Any] | Callable[[Any, Theirs], Any] | None" = None
-  # Meaning of the value here: a sentence for all values but the default,
-  # sentences by value, or a function as in `value`.
+  value: "Mapping[Any, Any] | Callable[[Any, Origin], Any] | None" = None
+  # Meaning of the value in grpojax: a sentence for all values but the default,
+  # a sentence per value, or a function as in `value`.
   note: Text = ""
-  missing: Text = ""  # a note for values without a counterpart here
-  when: Sequence[str] = ()  # the row counts only if these settings are on
+  missing: Text = ""  # likewise, for values without a counterpart
+  when: Sequence[str] = ()  # use the row only if these settings are on
 
 
 class Sizes(NamedTuple):
-  """Sizes of batches here, with a step per generation."""
+  """Batch sizes in grpojax; a step here is one generation of samples there."""
 
   group_size: int
   prompts: int  # per step
-  cuts: int  # their updates per generation
+  splits: int  # number of updates per generation there
   minibatches: int  # our updates per generation, which keep groups whole
   updates: int  # optimizer updates per step, over all epochs
   steps: int | None  # of the run; None if it depends on the data
@@ -82,33 +82,33 @@ class Library(NamedTuple):
   """Another library."""
 
   name: str  # with version
-  page: str  # our documentation of it
+  page: str  # page of docs/ on the translation
   table: Mapping[str, Row]  # by their names
-  always: Sequence[Setting | Note]  # for every file
+  always: Sequence[Setting | Note]  # added for every file
   unneeded: str  # pattern of names without effect on training
-  older: Mapping[str, str]  # prefixes of current names, by older prefix
-  sizes: "Callable[[Theirs], Sizes]"  # ValueError if the library refuses them
+  older: Mapping[str, str]  # prefixes of current names, by outdated prefix
+  sizes: "Callable[[Origin], Sizes]"  # ValueError for sizes it refuses
 
   def newer(self, name: str) -> str:
-    """Returns the name in the version of the table."""
+    """Returns the current name of a setting that may be outdated."""
     for older, newer in self.older.items():
       if name.startswith(older):
         return newer + name.removeprefix(older)
     return name
 
   def knows(self, name: str) -> bool:
-    """Returns True for names of the table, and for all names below them."""
+    """Returns True for names in the table and names below them (a.b for a)."""
     parts = self.newer(name).split(".")
     return any(".".join(parts[:n]) in self.table for n in range(len(parts) + 1))
 
 
-class Theirs(NamedTuple):
-  """Their settings in a file."""
+class Origin(NamedTuple):
+  """Settings of the other library, read from a file."""
 
   library: Library
   values: Mapping[str, Any]  # by name
-  processes: int = 1  # of their run
-  examples: int | None = None  # for training; None if unknown
+  processes: int = 1  # number of processes of their run
+  examples: int | None = None  # number of training prompts; None if unknown
   unread: Mapping[str, str] = {}  # expressions of unknown value, by name
 
   def __getitem__(self, name: str) -> Any:
@@ -145,25 +145,25 @@ class Theirs(NamedTuple):
         yield Setting(ours + key.removeprefix(name), value, key)
 
 
-def translate(theirs: Theirs) -> Translation:
-  """Translates a file's values; ValueError for values the library refuses."""
-  library = theirs.library
-  theirs = theirs._replace(values=_checked(library, theirs.values))
+def translate(origin: Origin) -> Translation:
+  """Translates settings; ValueError for values that their library refuses."""
+  library = origin.library
+  origin = origin._replace(values=_checked(library, origin.values))
   items = [*library.always]
   try:
     for name, row in library.table.items():
-      if all(theirs[flag] for flag in row.when):
-        items += _apply(row, theirs, name)
+      if all(origin[flag] for flag in row.when):
+        items += _apply(row, origin, name)
   except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
     text = f"a value has a type that {library.name} refuses: {error}"
     raise ValueError(text) from error
   settings = [x for x in items if isinstance(x, Setting)]
   notes = [x for x in items if isinstance(x, Note)]
   unneeded = []
-  for name in [*theirs.values, *theirs.unread]:
+  for name in [*origin.values, *origin.unread]:
     if library.knows(name):
-      if name in theirs.unread:
-        notes.append(_unread(theirs, name, settings))
+      if name in origin.unread:
+        notes.append(_unread(origin, name, settings))
       continue
     text = f"unknown here: see {library.page}"
     if near := _intended(library, name):
@@ -178,7 +178,7 @@ def translate(theirs: Theirs) -> Translation:
 
 
 def _intended(library: Library, name: str) -> str:
-  """Returns the name in the table that a name misspells, or ""."""
+  """Returns the table's name of which `name` is a misspelling, or ""."""
   for near in difflib.get_close_matches(name, library.table, 1, 0.9):
     section, _, last = name.rpartition(".")
     other, _, near_last = near.rpartition(".")
@@ -189,35 +189,35 @@ def _intended(library: Library, name: str) -> str:
   return ""
 
 
-def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
+def _unread(origin: Origin, name: str, settings: list[Setting]) -> Note:
   """Returns a note on an expression whose value is unknown."""
-  row = theirs.library.table.get(name, Row())
-  text = f"{theirs.unread[name]} is not a plain value: set it (now the default)"
+  row = origin.library.table.get(name, Row())
+  text = f"{origin.unread[name]} is not a plain value: set it (default is used)"
   if row.note and isinstance(row.note, str):
     text += f" ({row.note})"
-  set_by = [x.name for x in settings if re.search(rf"\b{name}=", x.theirs)]
+  set_by = [x.name for x in settings if re.search(rf"\b{name}=", x.origin)]
   if isinstance(row.to, str):
     set_by = [row.to]
   flag = f"{set_by[0]}=VALUE" if set_by else ""
   return Note(name, text, missing=True, flag=flag)
 
 
-def _apply(row: Row, theirs: Theirs, name: str) -> Items:
+def _apply(row: Row, origin: Origin, name: str) -> Items:
   """Yields the settings and notes of a row."""
-  value = theirs[name]
+  value = origin[name]
   for text, missing in ((row.note, False), (row.missing, True)):
     if isinstance(text, str):
-      text = text if theirs.sets(name) else ""
+      text = text if origin.sets(name) else ""
     else:
-      text = text(value, theirs) if callable(text) else text.get(value)
+      text = text(value, origin) if callable(text) else text.get(value)
     if text:
       prefix = f"{value!r}: " if missing and value is not None else ""
       yield Note(name, f"{prefix}{text}", missing)
   if callable(row.to):
-    yield from row.to(theirs, name)
+    yield from row.to(origin, name)
   elif row.to is not None:
     if callable(row.value):
-      value = row.value(value, theirs)
+      value = row.value(value, origin)
     elif row.value is not None:
       if value not in row.value:
         names = ", ".join(map(str, row.value))
@@ -225,11 +225,11 @@ def _apply(row: Row, theirs: Theirs, name: str) -> Items:
         yield Note(name, text, missing=True)
       value = row.value.get(value)
     if value is not None:
-      yield theirs.setting(row.to, value, name)
+      yield origin.setting(row.to, value, name)
 
 
 def _checked(library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns values by newer names, without nulls that mean the default.
+  """Returns values by current names, without nulls that mean the default.
 
   ValueError if a numeric setting is not a finite number.
   """
@@ -256,7 +256,7 @@ SAMPLED = "the loss uses the truncated distribution too"
 TOOLS = "write functions with type hints: environment.tools = ('file.py:f',)"
 TURNS = (
   "see environment.tool_format, .max_turns (always limited) and"
-  " .max_observation (tokens of answers); rewards see the last turn's text"
+  " .max_observation (tokens of a turn's answers); rewards see the last turn"
 )
 ENVIRONMENT = (
   "write environment.path = 'file.py' with step(state, action, example)"
@@ -278,13 +278,13 @@ filter_size = lambda value, _: max(value or 0, 0)  # top-k: off for null and -1
 max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
 
 
-def micro_batches(at_least: int, theirs: Theirs) -> int:
+def micro_batches(at_least: int, origin: Origin) -> int:
   """Returns the number of micro-batches of an update, which changes no result.
 
-  There are at least `at_least`, or fewer if micro-batches would have less than
+  It is `at_least` or more, but lower if micro-batches would have fewer than
   `PART` completions, which is slow. ValueError for more than MAX_COMPLETIONS.
   """
-  sizes = theirs.sizes
+  sizes = origin.sizes
   prompts = sizes.prompts // sizes.minibatches
   samples = prompts * sizes.group_size
   if samples > MAX_COMPLETIONS:
@@ -298,96 +298,96 @@ def micro_batches(at_least: int, theirs: Theirs) -> int:
 # Rules for several settings
 
 
-def steps(theirs: Theirs, name: str, epochs: str, limited: bool) -> Items:
-  """Translates the limit `name` of steps or, unless `limited`, `epochs`."""
-  count = theirs.sizes.steps
-  yield theirs.setting("steps", count or 100, name if limited else epochs)
+def steps(origin: Origin, name: str, epochs: str, limited: bool) -> Items:
+  """Translates the number of steps: `name` if `limited`, else `epochs`."""
+  count = origin.sizes.steps
+  yield origin.setting("steps", count or 100, name if limited else epochs)
   if count is None:
     text = f"steps depend on the data: set --examples=N, or {name}"
     yield Note(epochs, text, missing=True, flag="steps=N")
 
 
-def stop_strings(theirs: Theirs, name: str) -> Items:
+def stop_strings(origin: Origin, name: str) -> Items:
   """Translates stop strings."""
-  value = theirs[name] or ()
+  value = origin[name] or ()
   strings = (value,) if isinstance(value, str) else tuple(map(str, value))
   if strings:
-    yield theirs.setting("sampling.stop", strings, name)
-    text = f"rewards see the string in {theirs.library.name}, but not here"
+    yield origin.setting("sampling.stop", strings, name)
+    text = f"rewards see the stop string in {origin.library.name}, but not here"
     yield Note(name, text)
 
 
-def trackers(theirs: Theirs, name: str) -> Items:
+def trackers(origin: Origin, name: str) -> Items:
   """Translates trackers of metrics."""
-  value = theirs[name]
+  value = origin[name]
   names = [value] if isinstance(value, str) else list(value or ())
   known = tuple(tracker for tracker in names if tracker in TRACKERS)
-  yield theirs.setting("log.trackers", known, name)
+  yield origin.setting("log.trackers", known, name)
   for tracker in dict.fromkeys(names):
     if tracker not in (*TRACKERS, "all", "none", "console"):
       text = "write a function: --config.log.trackers=file.py:function"
       yield Note(name, f"{tracker!r}: {text} (docs/run-directory.md)")
 
 
-def optimizer(theirs: Theirs, name: str) -> Items:
+def optimizer(origin: Origin, name: str) -> Items:
   """Translates the optimizer to AdamW or Adafactor."""
-  kind = str(theirs[name] or "").lower()
+  kind = str(origin[name] or "").lower()
   if "adafactor" in kind:
-    yield theirs.setting("optim.name", "adafactor", name)
+    yield origin.setting("optim.name", "adafactor", name)
   elif not kind.startswith("adam"):
-    text = f"{theirs[name]!r}: AdamW is used; adafactor is available too"
+    text = f"{origin[name]!r}: AdamW is used; adafactor is available too"
     yield Note(name, text, missing=True)
 
 
-def model(theirs: Theirs, name: str) -> Items:
+def model(origin: Origin, name: str) -> Items:
   """Translates the directory or name of the model."""
-  if theirs[name]:
-    yield theirs.setting("model.path", str(theirs[name]), name)
+  if origin[name]:
+    yield origin.setting("model.path", str(origin[name]), name)
   else:  # an invalid name, so that the default model is not trained instead
     yield Setting("model.path", "give --config.model.path=MODEL")
     yield Note(name, "not in the file", missing=True, flag="model.path=MODEL")
 
 
-def run_name(theirs: Theirs, name: str) -> Items:
+def run_name(origin: Origin, name: str) -> Items:
   """Translates the run's name, by default the last part of `output_dir`."""
-  text = str(theirs[name] or theirs.values.get("output_dir") or "translated")
+  text = str(origin[name] or origin.values.get("output_dir") or "translated")
   text = text.rstrip("/").rpartition("/")[2]
   text = re.sub(r"[^\w.-]+", "-", text).strip("-.")
-  comment = theirs.comment(name) if theirs[name] else ""
+  comment = origin.comment(name) if origin[name] else ""
   yield Setting("name", text or "translated", comment)
 
 
-def lora_targets(theirs: Theirs, name: str) -> Items:
+def lora_targets(origin: Origin, name: str) -> Items:
   """Translates the names of matrices with adapters."""
-  names = theirs[name]
+  names = origin[name]
   if names in (None, "all-linear"):
     return
   names = [names] if isinstance(names, str) else list(names)
   known = [n for n in LORA_TARGETS if f"{n}_proj" in names]
   if known:
-    yield theirs.setting("lora.targets", f"layers/({'|'.join(known)})", name)
+    yield origin.setting("lora.targets", f"layers/({'|'.join(known)})", name)
   if len(known) < len(names):
     text = f"{names}: only {', '.join(LORA_TARGETS)} (_proj) can have adapters"
     yield Note(name, text, missing=True)
 
 
-def data(theirs: Theirs, name: str) -> Items:
+def data(origin: Origin, name: str) -> Items:
   """Translates the name or path of the data set."""
-  path = yield from first_file(name, theirs[name] or "FILE.jsonl")
-  if not theirs[name]:
+  path = yield from first_file(name, origin[name] or "FILE.jsonl")
+  if not origin[name]:
     flag = "data.path=FILE.jsonl"
     yield Note(name, "not in the file", missing=True, flag=flag)
   if path.lower() in ("gsm8k", "openai/gsm8k"):
-    yield theirs.setting("data.name", "gsm8k", name)
+    yield origin.setting("data.name", "gsm8k", name)
     return
-  of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)
+  is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)
   kind = "jsonl"
   if path.endswith(".parquet"):
     kind = "parquet"
-  elif of_hub and not path.endswith((".jsonl", ".json", ".csv")):
+  elif is_hub_name and not path.endswith((".jsonl", ".json", ".csv")):
     kind = "huggingface"
   yield Setting("data.name", kind)
-  yield theirs.setting("data.path", path, name)
+  yield origin.setting("data.path", path, name)
   text = "set its columns by data.options.prompt and .answer ('' for none),"
   yield Note(name, f"{text} and a held-out share by data.options.test")
 
@@ -402,12 +402,12 @@ def first_file(name: str, files: Any) -> Iterator[Note]:
   return first
 
 
-def template_options(theirs: Theirs, name: str) -> Items:
-  """Translates keywords of the chat template: all names below, or JSON."""
-  if isinstance(theirs[name], str):
+def template_options(origin: Origin, name: str) -> Items:
+  """Translates keywords of the chat template, which may be JSON."""
+  if isinstance(origin[name], str):
     try:
-      items = json.loads(theirs[name]).items()
+      items = json.loads(origin[name]).items()
     except ValueError as error:
-      raise ValueError(f"{name} = {theirs[name]!r} is not JSON") from error
-    theirs = theirs._replace(values={f"{name}.{k}": v for k, v in items})
-  yield from theirs.below(name, "data.template_options")
+      raise ValueError(f"{name} = {origin[name]!r} is not JSON") from error
+    origin = origin._replace(values={f"{name}.{k}": v for k, v in items})
+  yield from origin.below(name, "data.template_options")

@@ -47,6 +47,8 @@ class Source(NamedTuple):
 
 
 class _Script(NamedTuple):
+  """Syntax tree of a script, and its names."""
+
   tree: ast.Module
   calls: list[ast.Call]
   assigned: dict[str, list[ast.AST]]  # values of each name, and their changes
@@ -63,24 +65,24 @@ class _Script(NamedTuple):
         return self.options[name]
       case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value=0)):
         return self.value(call, seen)  # model, tokenizer = from_pretrained()
-      case ast.Call(func=ast.Attribute(value=of, attr="from_pretrained")):
+      case ast.Call(func=ast.Attribute(value=owner, attr="from_pretrained")):
         names = [x for x in node.keywords if "model_name" in (x.arg or "")]
         models = [*node.args, *(x.value for x in names)]
-        if models and "Peft" not in ast.unparse(of):
+        if models and "Peft" not in ast.unparse(owner):
           return self.value(models[0], seen)
       case ast.Call(func=ast.Name(id="dict"), args=[]):
         return {x.arg: self.value(x.value, seen) for x in node.keywords}
     return ast.literal_eval(node)
 
   def only(self, node: ast.AST) -> ast.AST:
-    """Returns the value of a name with a single value, or the expression."""
+    """Returns a name's only value; other expressions as they are."""
     values = self.assigned.get(getattr(node, "id", ""), ())
     return values[0] if len({*map(ast.dump, values)}) == 1 else node
 
   def names(self, node: ast.AST, kind: type, file: pathlib.Path) -> list[str]:
-    """Returns "FILE.py:name" or "module:name" for functions, or the texts.
+    """Lists functions or classes as "FILE.py:name" or "module:name".
 
-    ValueError for other expressions.
+    Texts are kept. ValueError for other expressions.
     """
     known = dict(self.imported)
     for name, definition in self.definitions.items():
@@ -183,7 +185,7 @@ def read(
   moved = [x.split(":")[-1] for x in functions if x.startswith(f"{code}:")]
   module, undefined = module_of(text, moved) if code and moved else ("", [])
   if undefined:
-    advice = f"used in {code}, but not defined at the top of the script: add it"
+    advice = f"used in {code}, but no top-level name of the script: define it"
     notes.append((", ".join(undefined), advice))
   for name in ("train_dataset", "eval_dataset"):
     unread.pop(name, None)
@@ -202,7 +204,7 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
           ast.Attribute(ast.Name(name), "append" | "extend" | "update")
         )
       ):
-        # A change in place counts as another value, so `only` refuses the name.
+        # A change in place counts as a second value, so `only` finds none.
         script.assigned[name].append(node)
       case ast.Call():
         script.calls.append(node)
@@ -281,9 +283,9 @@ def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _data(script: _Script) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-  """Returns the settings of the data sets and notes on them.
+  """Returns the data sets' settings, named as in TRL's scripts, and notes.
 
-  Settings have the names of TRL's scripts.
+  The notes are on settings and changes that must be made by hand.
   """
   keywords = dict(_keywords(script))
   train, split = script.loaded(keywords.get("train_dataset"))
@@ -353,9 +355,9 @@ def _arguments(
 def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
   """Returns a module that defines `names`, and its undefined names.
 
-  It has, in order, the script's statements that define these names or define
-  or change values they use, without `if __name__ == "__main__"`. Text is copied
-  and never run: symbol tables list the names that a statement uses.
+  It copies the script's statements that define these names, or define or change
+  values they use, except `if __name__ == "__main__"`. The script is never run:
+  symbol tables list the names that a statement uses.
   """
   statements = [
     x
@@ -380,7 +382,7 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
       starred.add(i)
     if i in starred or getattr(statement, "module", "") == "__future__":
       always.add(i)
-  # Choose statements until all that define a needed name are chosen.
+  # Choose statements until every needed name is defined.
   queue = list(names)
   needed: set[str] = set()
   chosen: set[int] = set()

@@ -1,4 +1,4 @@
-"""Translation of TRL's GRPOConfig, by `TABLE`.
+"""Translates TRL's GRPOConfig by `TABLE`.
 
 Sources: TRL 1.16 (trl/trainer/grpo_config.py, grpo_trainer.py and its scripts)
 and, for epochs and learning rates, transformers 5 (trainer.py,
@@ -10,16 +10,16 @@ from collections.abc import Collection
 from typing import Any
 
 from grpojax.translation import rules
-from grpojax.translation.rules import Items, Note, Row, Setting, Theirs
+from grpojax.translation.rules import Items, Note, Origin, Row, Setting
 
 
-def _sizes(theirs: Theirs) -> rules.Sizes:
+def _sizes(origin: Origin) -> rules.Sizes:
   """Computes sizes as TRL does; ValueError for sizes it refuses."""
-  group_size = theirs["num_generations"]
-  micro_batch = theirs["per_device_train_batch_size"] * theirs.processes
-  per_update = micro_batch * theirs["gradient_accumulation_steps"]
-  whole = theirs["generation_batch_size"]
-  count = theirs["steps_per_generation"]
+  group_size = origin["num_generations"]
+  micro_batch = origin["per_device_train_batch_size"] * origin.processes
+  per_update = micro_batch * origin["gradient_accumulation_steps"]
+  whole = origin["generation_batch_size"]
+  count = origin["steps_per_generation"]
   if whole and count:
     names = "generation_batch_size and steps_per_generation"
     raise ValueError(f"{names}: TRL accepts only one of them")
@@ -29,49 +29,49 @@ def _sizes(theirs: Theirs) -> rules.Sizes:
   if samples % group_size or samples % micro_batch:
     raise ValueError(
       f"a generation of {samples} completions on --processes="
-      f"{theirs.processes} must be a multiple of num_generations = {group_size}"
+      f"{origin.processes} must be a multiple of num_generations = {group_size}"
       f" and of {micro_batch}: change --processes or the sizes"
     )
   prompts = samples // group_size
-  cuts = samples // per_update
-  minibatches = math.gcd(cuts, prompts)
-  updates = minibatches * theirs["num_iterations"]
-  total = theirs["max_steps"] if theirs["max_steps"] > 0 else None
-  if total is None and theirs.examples is not None:
+  splits = samples // per_update
+  minibatches = math.gcd(splits, prompts)
+  updates = minibatches * origin["num_iterations"]
+  total = origin["max_steps"] if origin["max_steps"] > 0 else None
+  if total is None and origin.examples is not None:
     # RepeatSampler drops examples that do not fill a generation.
-    per_epoch = max(theirs.examples // prompts * updates, 1)
-    total = math.ceil(theirs["num_train_epochs"] * per_epoch)
+    per_epoch = max(origin.examples // prompts * updates, 1)
+    total = math.ceil(origin["num_train_epochs"] * per_epoch)
   steps = None if total is None else max(math.ceil(total / updates), 1)
-  return rules.Sizes(group_size, prompts, cuts, minibatches, updates, steps)
+  return rules.Sizes(group_size, prompts, splits, minibatches, updates, steps)
 
 
-def _batch(theirs: Theirs, name: str) -> Items:
-  sizes = theirs.sizes
-  name = "generation_batch_size" if theirs["generation_batch_size"] else name
-  comment = theirs.comment(name, "gradient_accumulation_steps")
-  comment += f", --processes={theirs.processes}: "
+def _batch(origin: Origin, name: str) -> Items:
+  sizes = origin.sizes
+  name = "generation_batch_size" if origin["generation_batch_size"] else name
+  comment = origin.comment(name, "gradient_accumulation_steps")
+  comment += f", --processes={origin.processes}: "
   comment += f"{sizes.prompts * sizes.group_size} completions per generation"
   yield Setting("batch_size", sizes.prompts, comment)
-  comment = f"updates per generation: {sizes.cuts}"
+  comment = f"updates per generation: {sizes.splits}"
   yield Setting("optim.minibatches", sizes.minibatches, comment)
-  if sizes.minibatches != sizes.cuts:
-    text = f"TRL splits groups over {sizes.cuts} updates, but here"
+  if sizes.minibatches != sizes.splits:
+    text = f"TRL splits groups over {sizes.splits} updates, but here"
     text += f" {sizes.minibatches} minibatches have whole groups"
     yield Note(name, text)
 
 
-def _steps(theirs: Theirs, name: str) -> Items:
-  limited = theirs[name] > 0
-  yield from rules.steps(theirs, name, "num_train_epochs", limited)
-  updates = theirs.sizes.updates
+def _steps(origin: Origin, name: str) -> Items:
+  limited = origin[name] > 0
+  yield from rules.steps(origin, name, "num_train_epochs", limited)
+  updates = origin.sizes.updates
   if updates > 1:
-    text = f"a step here is {updates} optimizer updates, TRL's steps"
+    text = f"a step here is {updates} optimizer updates, which are steps in TRL"
     yield Note(name if limited else "num_train_epochs", text)
 
 
-def _every(value: Any, theirs: Theirs) -> int | None:
+def _every(value: Any, origin: Origin) -> int | None:
   """Converts a number or share of updates to steps."""
-  sizes = theirs.sizes
+  sizes = origin.sizes
   if value is None:
     return None
   if isinstance(value, float) and 0 < value < 1:
@@ -79,22 +79,22 @@ def _every(value: Any, theirs: Theirs) -> int | None:
   return max(int(value) // sizes.updates, 1)
 
 
-def _rewards(theirs: Theirs, name: str) -> Items:
+def _rewards(origin: Origin, name: str) -> Items:
   """Translates reward functions and models with their weights."""
-  names = theirs[name]
+  names = origin[name]
   names = [names] if isinstance(names, str) else list(names or ())
-  environment = theirs["environment_factory"]
+  environment = origin["environment_factory"]
   flag = "reward.functions=FILE.py:FUNCTION"
-  if name in theirs.unread:  # so that the default reward is not used instead
+  if name in origin.unread:  # so that the default reward is not used instead
     names = ["FILE.py:FUNCTION"]
     yield Note(name, "set your functions", missing=True, flag=flag)
   elif not (names or environment):
     yield Setting("reward.functions", ("math_answer",))
     yield Note(name, "not in the file: set yours", missing=True, flag=flag)
     return
-  weights = theirs["reward_weights"] or [1.0] * len(names)
-  if len(weights) != len(names) and name not in theirs.unread:
-    raise ValueError(f"reward_weights: TRL needs one for each of {name}")
+  weights = origin["reward_weights"] or [1.0] * len(names)
+  if len(weights) != len(names) and name not in origin.unread:
+    raise ValueError(f"reward_weights: TRL needs a weight for each of {name}")
   functions = {}
   for function, weight in zip(names, weights, strict=False):
     if "/" in function and ":" not in function:  # a model on the Hub
@@ -113,7 +113,7 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     yield Note(name, "TRL's functions need PyTorch: pip install trl")
   yield Setting("reward.functions", tuple(functions), name)
   weights = tuple(functions.values())
-  yield theirs.setting("reward.weights", weights, "reward_weights")
+  yield origin.setting("reward.weights", weights, "reward_weights")
 
 
 _SPLITS = {
@@ -123,32 +123,32 @@ _SPLITS = {
 }
 
 
-def _data(theirs: Theirs, name: str) -> Items:
+def _data(origin: Origin, name: str) -> Items:
   """Translates the name or files of the data set, and its splits."""
-  by_files = bool(theirs["data_files"])
-  yield from rules.data(theirs, "data_files" if by_files else name)
-  if theirs["reward_funcs"]:
+  by_files = bool(origin["data_files"])
+  yield from rules.data(origin, "data_files" if by_files else name)
+  if origin["reward_funcs"]:
     yield Setting("data.options.answer", "", "reward_funcs read any column")
   held_out = "eval_data_files"
-  if theirs[held_out]:
-    path = yield from rules.first_file(held_out, theirs[held_out])
-    yield theirs.setting("data.options.test", path, held_out)
-  elif theirs["test_size"]:
-    yield theirs.setting("data.options.test", theirs["test_size"], "test_size")
+  if origin[held_out]:
+    path = yield from rules.first_file(held_out, origin[held_out])
+    yield origin.setting("data.options.test", path, held_out)
+  elif origin["test_size"]:
+    yield origin.setting("data.options.test", origin["test_size"], "test_size")
   elif by_files:
     yield Setting("data.options.test", 0.05, "no test split: holds out 5%")
   for ours, key in _SPLITS.items() if not by_files else ():
-    base, _, part = str(theirs[key] or "").partition("[")
+    base, _, part = str(origin[key] or "").partition("[")
     if base and base != ours.removesuffix("_split"):
-      yield theirs.setting(f"data.options.{ours}", base, key)
+      yield origin.setting(f"data.options.{ours}", base, key)
     if part:
       text = "the whole split is read; data.options.size = N reads N rows"
-      yield Note(key, f"{theirs[key]!r}: {text}")
+      yield Note(key, f"{origin[key]!r}: {text}")
 
 
-def _alpha(value: int | float, theirs: Theirs) -> float:
+def _alpha(value: int | float, origin: Origin) -> float:
   """Returns alpha, times sqrt(rank) for rank-stabilised adapters."""
-  scale = math.sqrt(theirs["lora_r"]) if theirs["use_rslora"] else 1.0
+  scale = math.sqrt(origin["lora_r"]) if origin["use_rslora"] else 1.0
   return float(value * scale)
 
 
@@ -170,27 +170,27 @@ def _one_of(choices: Collection[str], name: str, value: Any) -> Any:
   return value
 
 
-def _loss(theirs: Theirs, name: str) -> Items:
-  kind = _one_of(_LOSSES, name, theirs[name])
-  level = _one_of(("token", "sequence"), _LEVEL, theirs[_LEVEL])
+def _loss(origin: Origin, name: str) -> Items:
+  kind = _one_of(_LOSSES, name, origin[name])
+  level = _one_of(("token", "sequence"), _LEVEL, origin[_LEVEL])
   surrogate, weighting, ratio = _LOSSES[kind]
-  yield theirs.setting("loss.surrogate", surrogate, name)
-  yield theirs.setting("loss.weighting", weighting, name)
-  yield theirs.setting("loss.ratio", ratio or f"{level}_ratio", _LEVEL)
-  if weighting != "token_mean" and theirs["mask_truncated_completions"]:
-    yield Note(name, "TRL also counts fully masked completions")
-  if kind in ("dapo", "cispo", "vespo") and theirs.sizes.minibatches > 1:
-    text = "divides by the tokens of the update, in TRL by their mean"
+  yield origin.setting("loss.surrogate", surrogate, name)
+  yield origin.setting("loss.weighting", weighting, name)
+  yield origin.setting("loss.ratio", ratio or f"{level}_ratio", _LEVEL)
+  if weighting != "token_mean" and origin["mask_truncated_completions"]:
+    yield Note(name, "TRL's mean also counts fully masked completions")
+  if kind in ("dapo", "cispo", "vespo") and origin.sizes.minibatches > 1:
+    text = "divides by the update's number of tokens, in TRL by the mean number"
     yield Note(name, f"{text} per update")
 
 
-def _bounds(theirs: Theirs, name: str) -> Items:
-  low = theirs[name]
-  high = theirs["epsilon_high"]
+def _bounds(origin: Origin, name: str) -> Items:
+  low = origin[name]
+  high = origin["epsilon_high"]
   high = float(low if high is None else high)
-  comment = theirs.comment("epsilon_high", name)
-  if theirs["loss_type"] != "cispo":
-    yield theirs.setting("loss.clip_low", low, name)
+  comment = origin.comment("epsilon_high", name)
+  if origin["loss_type"] != "cispo":
+    yield origin.setting("loss.clip_low", low, name)
     yield Setting("loss.clip_high", high, comment)
     return
   yield Setting("loss.cispo_max", max(high, 1.0), comment)
@@ -199,33 +199,33 @@ def _bounds(theirs: Theirs, name: str) -> Items:
     yield Note("epsilon_high", f"{text} (the paper has 5)")
 
 
-def _advantage(theirs: Theirs, name: str) -> Items:
+def _advantage(origin: Origin, name: str) -> Items:
   """Translates the scale of rewards to an advantage estimator."""
-  scale = {True: "group", False: "none"}.get(theirs[name], theirs[name])
+  scale = {True: "group", False: "none"}.get(origin[name], origin[name])
   advantages = {"group": "grpo", "batch": "batch_std", "none": "dr_grpo"}
   _one_of(advantages, name, scale)
-  if theirs["multi_objective_aggregation"] == "normalize_then_sum":
+  if origin["multi_objective_aggregation"] == "normalize_then_sum":
     yield Setting("advantage", "batch_std", "multi_objective_aggregation")
     return
-  yield theirs.setting("advantage", advantages[scale], name)
+  yield origin.setting("advantage", advantages[scale], name)
   if scale == "batch":
-    text = "divides by the deviation of rewards less their group's mean, in"
-    text += " TRL by the larger deviation of rewards"
+    text = "divides by the deviation of rewards minus their group's mean, in"
+    text += " TRL by the deviation of rewards, which is larger"
     yield Note(name, text)
 
 
-def _warmup(theirs: Theirs, name: str) -> Items:
-  count = theirs[name]
-  ratio = theirs["warmup_ratio"] or 0.0
+def _warmup(origin: Origin, name: str) -> Items:
+  count = origin[name]
+  ratio = origin["warmup_ratio"] or 0.0
   if 0 < count < 1:
     count, ratio = 0, count
   if not count:
-    sizes = theirs.sizes
+    sizes = origin.sizes
     count = math.ceil(ratio * (sizes.updates * (sizes.steps or 100)))
-  constant = theirs["lr_scheduler_type"] == "constant"
+  constant = origin["lr_scheduler_type"] == "constant"
   steps = 0 if constant else int(count)
   source = "warmup_ratio" if ratio else name
-  yield theirs.setting("optim.warmup_steps", steps, source)
+  yield origin.setting("optim.warmup_steps", steps, source)
   if count and constant:
     text = "no warmup, because 'constant' ignores warmup_steps in TRL"
     yield Note("lr_scheduler_type", text)
@@ -237,10 +237,10 @@ def _warmup(theirs: Theirs, name: str) -> Items:
 _STOP = ("generation_kwargs.stop", "generation_kwargs.stop_strings")
 
 
-def _generation_kwargs(theirs: Theirs, name: str) -> Items:
+def _generation_kwargs(origin: Origin, name: str) -> Items:
   """Yields a note on options of the sampler without a counterpart."""
-  below = {x for x in theirs.values if x.startswith(f"{name}.")}
-  if theirs[name] or below - {*_STOP}:
+  below = {x for x in origin.values if x.startswith(f"{name}.")}
+  if origin[name] or below - {*_STOP}:
     text = "only stop and stop_strings are known; see sampling.*"
     yield Note(name, text, missing=True)
 
@@ -297,7 +297,7 @@ TABLE = {
     lambda x, t: "FILE.py:CLASS" if "environment_factory" in t.unread else x,
     note=f"its get_reward is the reward `environment`; {rules.TURNS}",
   ),
-  "max_tool_calling_iterations": Row(  # after the first turn
+  "max_tool_calling_iterations": Row(  # does not count the first turn
     None,
     "environment.max_turns",
     lambda x, _: None if x is None else max(x, 0) + 1,

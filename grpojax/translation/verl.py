@@ -1,4 +1,4 @@
-"""Translation of verl's trainer configuration, by `TABLE`.
+"""Translates verl's trainer configuration by `TABLE`.
 
 Source: verl 0.9 (verl/trainer/config/ppo_trainer.yaml, core_algos.py).
 `grpojax/core/losses/README.md` lists which numbers agree.
@@ -8,7 +8,7 @@ import math
 import re
 
 from grpojax.translation import rules
-from grpojax.translation.rules import Items, Note, Row, Setting, Theirs
+from grpojax.translation.rules import Items, Note, Origin, Row, Setting
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -30,104 +30,104 @@ OLDER = {
 """Prefixes of current names, by the prefix in other versions."""
 
 
-def _sizes(theirs: Theirs) -> rules.Sizes:
+def _sizes(origin: Origin) -> rules.Sizes:
   """Computes sizes as verl does; ValueError for sizes it refuses."""
-  prompts = theirs["data.train_batch_size"]
+  prompts = origin["data.train_batch_size"]
   name = f"{ACTOR}.ppo_mini_batch_size"
-  size = theirs[name]
+  size = origin[name]
   if size > prompts:
-    text = f"verl refuses more than data.train_batch_size = {prompts}"
+    text = f"verl allows at most data.train_batch_size = {prompts}"
     raise ValueError(f"{name} = {size}: {text}")
-  cuts = math.ceil(prompts / size)
-  minibatches = math.gcd(cuts, prompts)  # of equal size, unlike verl's
-  updates = minibatches * theirs[f"{ACTOR}.ppo_epochs"]
+  splits = math.ceil(prompts / size)
+  minibatches = math.gcd(splits, prompts)  # of equal size, unlike verl's
+  updates = minibatches * origin[f"{ACTOR}.ppo_epochs"]
   steps = None
-  if theirs["trainer.total_training_steps"]:
-    steps = max(int(theirs["trainer.total_training_steps"]), 1)
-  elif theirs.examples is not None:
-    per_epoch = theirs.examples // prompts
-    steps = max(int(per_epoch * theirs["trainer.total_epochs"]), 1)
-  group_size = theirs[f"{ROLLOUT}.n"]
-  return rules.Sizes(group_size, prompts, cuts, minibatches, updates, steps)
+  if origin["trainer.total_training_steps"]:
+    steps = max(int(origin["trainer.total_training_steps"]), 1)
+  elif origin.examples is not None:
+    per_epoch = origin.examples // prompts
+    steps = max(int(per_epoch * origin["trainer.total_epochs"]), 1)
+  group_size = origin[f"{ROLLOUT}.n"]
+  return rules.Sizes(group_size, prompts, splits, minibatches, updates, steps)
 
 
-def _rewards(theirs: Theirs, name: str) -> Items:
+def _rewards(origin: Origin, name: str) -> Items:
   """Translates the reward function, and DAPO's penalty of long completions."""
   weights = {"math_answer": 1.0}
-  if theirs[name]:
-    function = theirs[f"{REWARD}.name"]
-    weights = {f"{theirs[name]}:{function}": 1.0}
+  if origin[name]:
+    function = origin[f"{REWARD}.name"]
+    weights = {f"{origin[name]}:{function}": 1.0}
     label = str(function).rpartition(":")[2]
     kwargs = f"{REWARD}.reward_kwargs"
-    yield from theirs.below(kwargs, f"reward.options.{label}")
+    yield from origin.below(kwargs, f"reward.options.{label}")
   else:
-    text = "math_answer, while verl chooses by data_source: to use a function"
-    yield Note(name, f"{text} for verl set reward.functions = ('file.py:f',)")
-  if theirs[f"{BUFFER}.enable"]:
-    weights["overlong"] = float(theirs[f"{BUFFER}.penalty_factor"])
+    text = "math_answer is used, while verl chooses by data_source: to use your"
+    yield Note(name, f"{text} function set reward.functions = ('file.py:f',)")
+  if origin[f"{BUFFER}.enable"]:
+    weights["overlong"] = float(origin[f"{BUFFER}.penalty_factor"])
     size = f"{BUFFER}.len"
-    yield theirs.setting("reward.options.overlong.cache", theirs[size], size)
-  yield theirs.setting("reward.functions", tuple(weights), name)
+    yield origin.setting("reward.options.overlong.cache", origin[size], size)
+  yield origin.setting("reward.functions", tuple(weights), name)
   yield Setting("reward.weights", tuple(weights.values()))
 
 
-def _turns(theirs: Theirs, name: str) -> Items:
-  """Translates limits of the model's turns, with user turns between them."""
+def _turns(origin: Origin, name: str) -> Items:
+  """Translates the limits of assistant and user turns, which alternate."""
   user = f"{ROLLOUT}.multi_turn.max_user_turns"
-  limits = [theirs[name], theirs[user] and theirs[user] + 1]
+  limits = [origin[name], origin[user] and origin[user] + 1]
   if limits := [limit for limit in limits if limit]:
-    yield theirs.setting("environment.max_turns", min(limits), name, user)
+    yield origin.setting("environment.max_turns", min(limits), name, user)
 
 
-def _minibatches(theirs: Theirs, name: str) -> Items:
-  prompts = theirs.sizes.prompts
-  size = theirs[name]
-  count = theirs.sizes.minibatches
-  yield theirs.setting("optim.minibatches", count, name)
+def _minibatches(origin: Origin, name: str) -> Items:
+  prompts = origin.sizes.prompts
+  size = origin[name]
+  count = origin.sizes.minibatches
+  yield origin.setting("optim.minibatches", count, name)
   if count * size != prompts:
     text = f"a minibatch has {prompts // count} prompts here"
     yield Note(name, f"{prompts} prompts are not a multiple of {size}: {text}")
 
 
-def _micro_batches(value: int | None, theirs: Theirs) -> int:
-  """Converts the size of micro-batches to their number, by default 4."""
+def _micro_batches(value: int | None, origin: Origin) -> int:
+  """Converts the size of micro-batches to their number, 4 if unset."""
   if not value:
-    return rules.micro_batches(4, theirs)
-  sizes = theirs.sizes
-  rows = value * theirs["trainer.n_gpus_per_node"] * theirs["trainer.nnodes"]
+    return rules.micro_batches(4, origin)
+  sizes = origin.sizes
+  rows = value * origin["trainer.n_gpus_per_node"] * origin["trainer.nnodes"]
   samples = sizes.prompts // sizes.minibatches * sizes.group_size
-  return rules.micro_batches(samples // rows, theirs)
+  return rules.micro_batches(samples // rows, origin)
 
 
-def _every(value: int, theirs: Theirs) -> int:
-  return value if value > 0 else theirs.sizes.steps or 100
+def _every(value: int, origin: Origin) -> int:
+  return value if value > 0 else origin.sizes.steps or 100
 
 
-def _warmup(theirs: Theirs, name: str) -> Items:
+def _warmup(origin: Origin, name: str) -> Items:
   """Translates the warmup, which verl counts in steps."""
-  sizes = theirs.sizes
-  count = theirs[name]
+  sizes = origin.sizes
+  count = origin[name]
   if count <= 0:
     name = f"{name}_ratio"
-    count = theirs[name] * (sizes.steps or 100)
+    count = origin[name] * (sizes.steps or 100)
   updates = sizes.updates
-  yield theirs.setting("optim.warmup_steps", int(count) * updates, name)
+  yield origin.setting("optim.warmup_steps", int(count) * updates, name)
   if int(count):
     text = f"the rate rises with each of a step's {updates} updates, in verl"
     yield Note(name, f"{text} once per step, from 0")
 
 
-def _betas(theirs: Theirs, name: str) -> Items:
+def _betas(origin: Origin, name: str) -> Items:
   """Translates the decay rates of AdamW."""
-  first, second = theirs[name]
-  yield theirs.setting("optim.b1", first, name)
-  yield theirs.setting("optim.b2", second, name)
+  first, second = origin[name]
+  yield origin.setting("optim.b1", first, name)
+  yield origin.setting("optim.b2", second, name)
 
 
-_WHITENS = "whitens over completions, in verl over tokens"
+_WHITENS = "advantages are whitened over completions, in verl over tokens"
 _UNBIASED = "the baseline excludes the completion's own reward, unlike verl's"
 _WEIGHTED = f"{_UNBIASED}; weights use (1 - p)^2"
-_GPG = "verl multiplies by samples / (samples with a nonzero reward)"
+_GPG = "verl also multiplies by samples / (samples with a nonzero reward)"
 _ADVANTAGES = {  # (ours, difference)
   "grpo": ("grpo", ""),
   "grpo_vectorized": ("grpo", ""),
@@ -143,14 +143,14 @@ _ADVANTAGES = {  # (ours, difference)
 }
 
 
-def _advantage(theirs: Theirs, name: str) -> Items:
-  kind = theirs[name]
+def _advantage(origin: Origin, name: str) -> Items:
+  kind = origin[name]
   ours, differs = _ADVANTAGES.get(kind, ("leave_one_out", ""))
-  if ours == "grpo" and not theirs["algorithm.norm_adv_by_std_in_grpo"]:
+  if ours == "grpo" and not origin["algorithm.norm_adv_by_std_in_grpo"]:
     ours = "dr_grpo"
-  yield theirs.setting("advantage", ours, name)
+  yield origin.setting("advantage", ours, name)
   if kind == "gdpo":
-    yield theirs.setting("reward.aggregation", "normalize_then_sum", name)
+    yield origin.setting("reward.aggregation", "normalize_then_sum", name)
   if ours == "optimal_token_baseline":
     yield Setting("score_power", 1.0, "as verl does")
   if differs:
@@ -174,27 +174,27 @@ _SURROGATES = {  # (surrogate, bounds, setting of clip_ratio_c)
 }
 
 
-def _surrogate(theirs: Theirs, name: str) -> Items:
-  mode = theirs[name]
+def _surrogate(origin: Origin, name: str) -> Items:
+  mode = origin[name]
   if mode not in _SURROGATES:
     yield Note(name, f"{mode!r}: the clipped loss is used", missing=True)
   surrogate, bounds, most = _SURROGATES.get(mode, _SURROGATES["vanilla"])
   ratio = "sequence_ratio" if mode == "gspo" else "token_ratio"
-  yield theirs.setting("loss.surrogate", surrogate, name)
-  yield theirs.setting("loss.ratio", ratio, name)
+  yield origin.setting("loss.surrogate", surrogate, name)
+  yield origin.setting("loss.ratio", ratio, name)
   if mode in ("geo_mean", "sapo"):
     comment = f"always used by {mode}"
     yield Setting("loss.weighting", "sequence_mean", comment)
   for ours, side, sign in zip(bounds, ("low", "high"), (-1, 1), strict=True):
     key = f"{ACTOR}.clip_ratio_{side}"
-    value = theirs.values.get(key, 0.2)
-    value = float(theirs[f"{ACTOR}.clip_ratio"] if value is None else value)
+    value = origin.values.get(key, 0.2)
+    value = float(origin[f"{ACTOR}.clip_ratio"] if value is None else value)
     if surrogate == "cispo":  # bounds of the ratio itself
       value = max(1 + sign * value, 0.0)
-    yield theirs.setting(ours, value, key)
+    yield origin.setting(ours, value, key)
   if most:
     key = f"{ACTOR}.clip_ratio_c"
-    yield theirs.setting(most, theirs[key], key)
+    yield origin.setting(most, origin[key], key)
 
 
 _KLS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
@@ -203,16 +203,16 @@ _KLS |= {"full": "exact"}
 _KLS |= {f"{kind}+": "k2" for kind in ("low_var_kl", "k3", "kl", "k1", "abs")}
 
 
-def _kl(theirs: Theirs, name: str) -> Items:
+def _kl(origin: Origin, name: str) -> Items:
   """Translates the KL term of the loss or the reward."""
   in_reward, penalty = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
   coefficient = f"{ACTOR}.kl_loss_coef"
   kind = KL_TYPE
-  in_loss = theirs[name]
-  ours = _KLS.get(theirs[kind], "k3")
+  in_loss = origin[name]
+  ours = _KLS.get(origin[kind], "k3")
   placement = "loss"
-  if theirs[in_reward]:
-    if in_loss or theirs[penalty] not in ("kl", "k1"):
+  if origin[in_reward]:
+    if in_loss or origin[penalty] not in ("kl", "k1"):
       text = "only one KL term is available, k1 in the reward"
       yield Note(in_reward, text, missing=True)
     coefficient = "algorithm.kl_ctrl.kl_coef"
@@ -220,73 +220,73 @@ def _kl(theirs: Theirs, name: str) -> Items:
     name = in_reward
     ours, placement = "k1", "reward"
   elif not in_loss:
-    yield theirs.setting("loss.beta", 0.0, name)
+    yield origin.setting("loss.beta", 0.0, name)
     return
-  elif str(theirs[kind]).endswith("+"):
+  elif str(origin[kind]).endswith("+"):
     yield Note(kind, "k2, with verl's gradient but another logged value")
-  elif theirs[kind] not in _KLS:
+  elif origin[kind] not in _KLS:
     text = "k3 is used: k1 has no gradient in a loss, |k1| is not a divergence"
-    yield Note(kind, f"{theirs[kind]!r}: {text}", missing=True)
+    yield Note(kind, f"{origin[kind]!r}: {text}", missing=True)
   elif ours == "k3":
     yield Note(kind, "verl also limits k3 to 10 per token")
-  yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
-  yield theirs.setting("loss.kl", ours, kind)
-  yield theirs.setting("loss.kl_placement", placement, name)
+  yield origin.setting("loss.beta", origin[coefficient], coefficient)
+  yield origin.setting("loss.kl", ours, kind)
+  yield origin.setting("loss.kl_placement", placement, name)
 
 
 _BAD_BOUNDS = "{} = {!r}: must be one or two positive bounds, HIGH or LOW_HIGH"
 
 
-def _bounds(theirs: Theirs, name: str) -> tuple[float | None, float]:
+def _bounds(origin: Origin, name: str) -> tuple[float | None, float]:
   """Reads the bounds "0.5_5.0", or "2.0" without a lower bound."""
-  low, _, high = str(theirs[name]).rpartition("_")
+  low, _, high = str(origin[name]).rpartition("_")
   try:
     return float(low) if low else None, float(high)
   except ValueError:
-    raise ValueError(_BAD_BOUNDS.format(name, theirs[name])) from None
+    raise ValueError(_BAD_BOUNDS.format(name, origin[name])) from None
 
 
 def _correct(
-  theirs: Theirs, name: str, kind: str, low: float, high: float
+  origin: Origin, name: str, kind: str, low: float, high: float
 ) -> Items:
-  """Yields the settings of a correction by `name` and its threshold."""
+  """Yields the settings of a correction, translated from setting `name`."""
   limit = f"{name}_threshold"
-  yield theirs.setting("loss.correction", kind, name)
-  yield theirs.setting("loss.correction_low", low, limit)
-  yield theirs.setting("loss.correction_high", high, limit)
+  yield origin.setting("loss.correction", kind, name)
+  yield origin.setting("loss.correction_low", low, limit)
+  yield origin.setting("loss.correction_high", high, limit)
   yield Setting("loss.old_logprobs", "trainer", "as verl does")
 
 
-def _correction(theirs: Theirs, name: str) -> Items:
+def _correction(origin: Origin, name: str) -> Items:
   """Translates the correction for sampling with another policy."""
-  level = theirs[name]
+  level = origin[name]
   if level in ("token", "sequence"):
-    low, high = _bounds(theirs, f"{name}_threshold")
+    low, high = _bounds(origin, f"{name}_threshold")
     kind = "truncate" if low is None else "mask"
-    yield from _correct(theirs, name, f"{level}_{kind}", low or 0.0, high)
+    yield from _correct(origin, name, f"{level}_{kind}", low or 0.0, high)
 
 
-def _rejection(theirs: Theirs, name: str) -> Items:
+def _rejection(origin: Origin, name: str) -> Items:
   """Translates the rejection of completions by their mean ratio."""
-  kind = theirs[name]
+  kind = origin[name]
   limit = f"{name}_threshold"
   if not kind:
     return
   text = ""
-  if theirs[f"{CORRECTION}.rollout_is"] in ("token", "sequence"):
+  if origin[f"{CORRECTION}.rollout_is"] in ("token", "sequence"):
     text = "ignored with rollout_is: only one loss.correction is available"
   elif kind != "seq_mean_k1":
-    text = f"{kind!r}: only seq_mean_k1 is known (geometric_mask)"
+    text = f"{kind!r}: only seq_mean_k1 has a counterpart (geometric_mask)"
   if text:
     yield Note(name, text, missing=True)
     return
-  low, high = _bounds(theirs, limit)
+  low, high = _bounds(origin, limit)
   if low is None and high > 0:  # a single bound is symmetric
     low = 1 / high
   if not 0 < (low or 0.0) <= high < math.inf:
-    raise ValueError(_BAD_BOUNDS.format(limit, theirs[limit]))
-  # verl bounds the inverse ratio, sampler / trainer.
-  yield from _correct(theirs, name, "geometric_mask", 1 / high, 1 / low)
+    raise ValueError(_BAD_BOUNDS.format(limit, origin[limit]))
+  # verl bounds the inverse ratio, rollout / trainer.
+  yield from _correct(origin, name, "geometric_mask", 1 / high, 1 / low)
   yield Note(name, "verl also excludes rejected tokens from the mean")
 
 
@@ -309,7 +309,7 @@ _ROWS = {  # names without a leading "actor_rollout_ref."
   "model.lora_alpha": Row(16, "lora.alpha", when=[f"{MODEL}.lora_rank"]),
   "model.target_modules": Row("all-linear", rules.lora_targets),
   "model.enable_gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
-  "ref.fsdp_config.param_offload": Row(  # not if the full KL reads it
+  "ref.fsdp_config.param_offload": Row(  # the full KL needs it on the device
     False,
     "model.reference",
     lambda x, t: "host" if x and t[KL_TYPE] != "full" else None,

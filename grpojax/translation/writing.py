@@ -16,7 +16,7 @@ WIDTH = 80
 
 
 def _typed(setting: Setting, default: Any) -> Any:
-  """Converts a setting's value to the type of its default, unless that is None.
+  """Converts a setting's value to the type of `default`, if that is not None.
 
   ValueError if the types differ, or the value is not a literal.
   """
@@ -31,22 +31,23 @@ def _typed(setting: Setting, default: Any) -> Any:
   is_plain = is_number or isinstance(value, bool | str | None)
   if is_plain and (default is None or type(value) is kind):
     return value
-  source = setting.theirs or setting.name
-  raise ValueError(f"{source}: {setting.name} cannot be {value!r}")
+  source = setting.origin or setting.name
+  raise ValueError(f"{source}: {setting.name} cannot be {value!r}: change it")
 
 
 def _settled(
   translation: Translation,
 ) -> tuple[dict[str, Setting], dict[str, dict[str, Any]]]:
-  """Returns settings in the order of --help, and dicts of free sections.
+  """Returns the settings to write, and the values of each free section.
 
-  Defaults are omitted unless the file sets them. ValueError as in `_typed`.
+  Settings are in the order of --help. Defaults are omitted unless the file sets
+  them. ValueError as in `_typed`.
   """
-  known = configs.flatten(default_config())
+  defaults = configs.flatten(default_config())
   free = settings.free_sections(SETTINGS)
   by_name = {
     setting.name: setting._replace(
-      value=_typed(setting, known.get(setting.name))
+      value=_typed(setting, defaults.get(setting.name))
     )
     for setting in translation.settings
   }
@@ -56,8 +57,8 @@ def _settled(
   nested = {}
   for name in sorted(by_name, key=lambda x: rank.get(x, len(rank))):
     setting = by_name[name]
-    is_set = setting.theirs and "(default)" not in setting.theirs
-    if setting.value == known.get(name) and not is_set:
+    is_set = setting.origin and "(default)" not in setting.origin
+    if setting.value == defaults.get(name) and not is_set:
       continue
     section = next((s for s in free if settings.is_free(name, [s])), None)
     if section is None:
@@ -82,7 +83,8 @@ def config_of(translation: Translation) -> ConfigDict:
 
 
 def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
-  """Returns a text as comment lines, without characters that end a line."""
+  """Wraps a text as comment lines, the first of which starts with `first`."""
+  # Line breaks and control characters would end the comment.
   clean = "".join(c if c.isprintable() else " " for c in text)
   clean = " ".join(clean.split())
   width = WIDTH - len(indent) - 2
@@ -94,7 +96,7 @@ def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
 
 
 def _notes(title: str, notes: Sequence[Note], missing: bool) -> list[str]:
-  texts = [f"{x.theirs}: {x.text}" for x in notes if x.missing == missing]
+  texts = [f"{x.origin}: {x.text}" for x in notes if x.missing == missing]
   lines = [x for y in dict.fromkeys(texts) for x in _comment(y, first="- ")]
   return [f"# {title}:", *lines, "#"] if lines else []
 
@@ -103,7 +105,7 @@ def screen_lines(translation: Translation) -> list[str]:
   """Returns the notes as lines for the screen."""
   means = {True: "may change the run", False: "differs in meaning"}
   lines = [
-    f"- {note.theirs} {means[note.missing]}: {note.text}"
+    f"- {note.origin} {means[note.missing]}: {note.text}"
     for note in dict.fromkeys(translation.notes)
   ]
   if translation.unneeded:
@@ -119,7 +121,7 @@ def command(translation: Translation, config: str) -> str:
 
 
 def config_file(translation: Translation, source: str) -> str:
-  """Returns the config file for a file `source`; ValueError as in `_typed`."""
+  """Returns a config file's text for `source`; ValueError as in `_typed`."""
   fixed, nested = _settled(translation)
   notes = translation.notes
   unneeded = "; ".join(translation.unneeded)
@@ -128,8 +130,8 @@ def config_file(translation: Translation, source: str) -> str:
     "",
     *_comment(
       f"From {source} for {translation.library}, by python -m"
-      " grpojax.translate. Comments are settings of this library; (default)"
-      " marks its defaults."
+      " grpojax.translate. Comments name the settings of the other library;"
+      " (default) marks its defaults."
     ),
     "#",
     *(f"# {x}" for x in command(translation, "THIS_FILE").splitlines()),
@@ -148,11 +150,11 @@ def config_file(translation: Translation, source: str) -> str:
   ]
   for name, setting in fixed.items():
     line = f"  config.{name} = {setting.value!r}"
-    comment = _comment(setting.theirs)
+    comment = _comment(setting.origin)
     if len(comment) == 1 and len(line) + 2 + len(comment[0]) <= WIDTH:
       lines.append(f"{line}  {comment[0]}")
     else:
-      lines += [*_comment(setting.theirs, "  "), line]
+      lines += [*_comment(setting.origin, "  "), line]
   for section, values in nested.items():
     lines.append(f"  config.{section}.update({values!r})")
   return "\n".join([*lines, "  return config", ""])

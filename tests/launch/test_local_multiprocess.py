@@ -76,7 +76,7 @@ def test_a_signal_reaches_all_processes(stand_ins, tmp_path, which):
 def test_the_number_of_processes_is_required(stand_ins, arguments):
   done = stand_ins.run("bash", SCRIPT, *arguments)
   assert done.returncode == 2
-  assert "how many processes?" in done.stderr
+  assert "give the number of processes" in done.stderr
 
 
 def test_an_early_signal_is_not_lost(stand_ins, tmp_path):

@@ -253,7 +253,7 @@ def test_only_a_failed_setup_is_tried_again(cloud):
   done = cloud.launch(*RUN)
   assert done.returncode == 2
   assert "ERROR: (gcloud) as you wish" in done.stderr
-  assert "gcloud does not say what my-run is doing" in done.stderr
+  assert "gcloud does not report the state of my-run" in done.stderr
   assert cloud.verbs()[before:] == ["list"] * 3
 
 

@@ -16,7 +16,7 @@ MISTAKES = {
     ("arms=advantage=grpo", "two or more"),
     ("arms=advantage=grpo, advantage=grpo", "all different"),
     ("arms=advantage=grpo, advantag=grpo", "arm 'advantag=grpo.*did you mean"),
-    ("arms=seed=1, advantage=grpo", "seed is set by the study"),
+    ("arms=seed=1, advantage=grpo", "remove seed, which the study sets"),
     (
       "arms=group_size=8, group_size=4",
       "1536 completions per run .*, but 3072 and 256 for the first",
@@ -31,7 +31,7 @@ MISTAKES = {
     ("train.steps=0", "0 completions per run"),
     ("arms=advantage=grpo, filter_groups.enable=True", "at equal samples"),
     ("arms=advantage=grpo, stop.no_improvement=2", "at equal samples"),
-    ("arms=advantage=grpo, eval.every=6", "'eval.every=6': is not evaluated"),
+    ("arms=advantage=grpo, eval.every=6", "'eval.every=6': set eval.every"),
     (
       "arms=difficulty.priority=none, difficulty.priority=spread",
       "arm 'difficulty.priority=spread': .*give a single rate",
@@ -39,7 +39,7 @@ MISTAKES = {
     (f"train.seed={2**32 - 1}", "seed = 4294967301"),
   ],
   "group_size": [
-    ("budgets=(100,)", "8 does not divide the budget 100"),
+    ("budgets=(100,)", "8 must divide the budget 100"),
     ("group_sizes=(1,)", "2 or more"),
     ("predict.prompts=90", "multiple of predict.batch"),
     ("train.optim.learning_rate=-1", "train.optim.learning_rate"),
@@ -47,9 +47,9 @@ MISTAKES = {
   ],
   "mse": [
     ("samples=96", "samples = 96: must be a multiple of 64"),
-    ("samples=128", "at least 3 times"),
+    ("samples=128", "192 or more"),
     ("group_sizes=()", "whole numbers of 2 or more"),
-    ("group_sizes=(3,4)", "each must divide the largest"),
+    ("group_sizes=(3,4)", "must be different divisors"),
     ("instruct=nowhere", "instruct = 'nowhere': no model at 'nowhere'"),
     (
       "problems=questions; num_prompts=66; shots=71; projections=2",
@@ -91,8 +91,8 @@ def open_at(directory, *words):
     ("file", "file is a file"),
     ("file/x", "file/x: Not a directory"),
     ("x" * 300, "name too long"),
-    ("odd", "odd/config.json is no study's config: .*Is a directory"),
-    ("thesis", "is not empty and is no study"),
+    ("odd", "odd/config.json is not a study's config: .*Is a directory"),
+    ("thesis", "is not empty and not a study's"),
     ("study", "another config(.|\n)*seeds: 3 -> 4"),
     ("gs://bucket/study", "is not a path of the file"),
   ],

@@ -152,7 +152,7 @@ def test_the_time_left_ignores_the_first_step_and_includes_evaluations(line_of):
   "parameters, warned, rate, rank",
   [
     (135_000_000, "150 times the usual 1e-06", 1.5e-4, 0),
-    (900_000, None, 1.5e-4, 0),  # an embedded model
+    (900_000, None, 1.5e-4, 0),  # a bundled model
     (135_000_000, None, 1e-5, 0),
     (135_000_000, None, 1.5e-4, 8),
     (135_000_000, "adapters", 1e-3, 8),

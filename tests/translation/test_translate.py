@@ -110,7 +110,7 @@ def test_real_files(name, tmp_path, capsys):
 def test_missing_and_unneeded_settings_are_listed():
   def listed(file):
     x = translate.translate_file(DATA / file)
-    missing = ", ".join(note.theirs for note in x.notes if note.missing)
+    missing = ", ".join(note.origin for note in x.notes if note.missing)
     return {*missing.split(", ")}, {*x.unneeded}
 
   missing, _ = listed("trl_script.py")
@@ -249,7 +249,7 @@ def test_epochs_are_counted_as_by_trl(text, prompts, cuts, epochs, tmp_path):
 
 def test_differences_to_trl_are_noted(tmp_path):
   def noted(text):
-    return {note.theirs for note in become(text, tmp_path)[2].notes}
+    return {note.origin for note in become(text, tmp_path)[2].notes}
 
   always = noted("temperature: 1\n")
   assert noted("max_steps: 9\nwarmup_steps: 2\n") - always == {"warmup_steps"}
@@ -258,7 +258,7 @@ def test_differences_to_trl_are_noted(tmp_path):
   assert leaves["advantage"] == "batch_std"
   assert leaves["log.trackers"] == ("wandb",)
   notes = [note.text for note in x.notes]
-  assert any("less their group's mean" in text for text in notes)
+  assert any("minus their group's mean" in text for text in notes)
   (tracker,) = [text for text in notes if "log.trackers=file.py" in text]
   assert "'mlflow'" in tracker
   masked = "mask_truncated_completions: true\nloss_type: {}\n"
@@ -366,14 +366,14 @@ BAD = {
     ),
     (
       f"{ACTOR}.ppo_mini_batch_size: 4096",
-      "4096: verl refuses more than data.train_batch_size = 1024",
+      "4096: verl allows at most data.train_batch_size = 1024",
     ),
     (
       "data.train_batch_size: 2147483647",
       "completions is over 1048576: check the sizes",
     ),
     ("beta: 0\nchat_template_kwargs: '{a'", "'{a' is not JSON"),
-    ("reward_funcs: [a, b]\nreward_weights: [1]", "one for each of"),
+    ("reward_funcs: [a, b]\nreward_weights: [1]", "a weight for each of"),
     ("report_to: 5\nbeta: 0", "a value has a type that TRL"),
     *(
       (
@@ -471,7 +471,7 @@ def test_expressions_of_a_script_become_notes(keyword, tmp_path):
   is_class = keyword.startswith("environment_factory")
   assert leaves["environment.path"] == ("FILE.py:CLASS" if is_class else "")
   assert not leaves["environment.tools"]
-  missing = {x.theirs: x.text for x in translation.notes if x.missing}
+  missing = {x.origin: x.text for x in translation.notes if x.missing}
   assert "environment." in missing[keyword.partition("=")[0]]
 
 
@@ -503,7 +503,7 @@ def test_invalid_configs_are_written_and_reported(tmp_path, capsys):
 
 
 def test_wrong_command_lines():
-  with pytest.raises(SystemExit, match="FILE is missing: a .yaml"):
+  with pytest.raises(SystemExit, match="give FILE: a .yaml"):
     translate.main([])
   with pytest.raises(SystemExit, match="nowhere.yaml: No such file"):
     translate.main(["nowhere.yaml"])
@@ -739,6 +739,6 @@ def test_settings_that_change_the_run_are_reported_as_missing(
 ):
   notes = become(f"{text}\n", tmp_path)[2].notes
   name = text.partition(":")[0]
-  missing = [x.text for x in notes if x.missing and x.theirs == name]
+  missing = [x.text for x in notes if x.missing and x.origin == name]
   assert len(missing) == (words is not None)
   assert not missing or words in missing[0]
