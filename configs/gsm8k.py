@@ -37,8 +37,6 @@ def get_config() -> ConfigDict:
     "\\boxed{{}}."
   )
   config.sampling.max_new_tokens = 1024
-  # For a large model, compiling the rollout for several sizes takes minutes and
-  # 1.5 times the memory.
   config.sampling.temperature = 1.0
   config.sampling.top_p = 1.0
   config.logits_chunk = 512

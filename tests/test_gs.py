@@ -19,10 +19,9 @@ from run_helpers import free_port, untimed
 from grpojax.runtime.files import records
 
 HERE = pathlib.Path(__file__).parent
-SETTINGS = (  # with a reference; a single stage halves compilation
+SETTINGS = (  # with a reference
   "batch_size=2 group_size=4 diagnostics.every=0 eval.num_prompts=4 "
-  "eval.every=100 checkpoint.every=2 loss.beta=0.01 sampling.stages=1 "
-  "sampling.compact=False"
+  "eval.every=100 checkpoint.every=2 loss.beta=0.01"
 ).split()
 
 

@@ -1,8 +1,8 @@
 """Options: fields of frozen dataclasses with a default, a text and a range.
 
     @frozen_options
-    class Decoding:
-      stages: int = option(4, "stages of the cache", within="[1, inf)")
+    class Sampling:
+      top_k: int = option(0, "likeliest tokens to draw from", within="[0, inf)")
 
 The declaration gives the default, the check at construction, and the text in
 --help and docs/settings.md.

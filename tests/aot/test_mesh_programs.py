@@ -176,7 +176,7 @@ from grpojax.training.run import setup
 config = default_config()
 config.model.path, config.optim.micro_batches = sys.argv[1], 1
 config.batch_size, config.data.max_prompt_length = 32, 8
-config.sampling.max_new_tokens, config.sampling.stages = 4, 1
+config.sampling.max_new_tokens = 4
 config.mesh.fsdp, config.mesh.expert, config.mesh.tensor = 8, 4, 2
 config.mesh.sampling_tensor = 4
 devices = topology.machine("cpu:64").devices

@@ -260,13 +260,13 @@ def test_batches_must_divide_over_devices(devices, words, text):
 
 def test_settings_and_config_convert_both_ways():
   config = config_of(
-    f"advantage=dr_grpo logits_chunk=7 loss.clip_high=0.3 sampling.stages=2 "
+    f"advantage=dr_grpo logits_chunk=7 loss.clip_high=0.3 sampling.top_k=2 "
     f"optim.micro_batches=2 data.options.size=5 {AUTO}"
   )
   settings = from_config(config)
   assert settings.loss.advantage == "dr_grpo"
   assert settings.optim.update.chunk_size == 7
-  assert settings.sampling.decoding.stages == 2
+  assert settings.sampling.distribution.top_k == 2
   assert configs.flatten(to_config(settings)) == configs.flatten(config)
   assert from_config(to_config(settings)) == settings
   assert from_config(default_config()) == TrainSettings()

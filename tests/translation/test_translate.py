@@ -45,7 +45,7 @@ FILES = {  # (options of translate, expected settings)
     "model.path=Qwen/Qwen2-0.5B-Instruct model.remat=selective "
     "data.name=huggingface data.path=trl-lib/tldr "
     "reward.functions=('OUT/config_functions.py:reward_num_unique_letters',"
-    "'trl.rewards:think_format_reward') sampling.compact=True seed=42",
+    "'trl.rewards:think_format_reward') seed=42",
   ),
   # 256 x 5 / (16 x 8) = 10 micro-batches; 15 x (14976 // 1024) = 210 steps.
   "verl_grpo.yaml": (
