@@ -1,4 +1,4 @@
-"""A mesh of devices, and the table of its axes for activations.
+"""A mesh of devices, and a table of the mesh axes that may split activations.
 
 Pure functions name the axes of the arrays that they compute:
 
@@ -59,7 +59,7 @@ def make_mesh(
 ) -> Mesh:
   """Makes a mesh with axes `AXES`; -1 takes all remaining devices.
 
-  `data` includes the TPU slices (axis `SLICE`), so their number divides it.
+  `data` must be a multiple of the number of TPU slices (axis `SLICE`).
   ValueError unless the axes multiply to the number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
@@ -309,7 +309,7 @@ def fetch(tree: PyTree) -> PyTree:
 def map_rows(
   function: Callable[..., Any], rows: Rollout | Batch
 ) -> Rollout | Batch:
-  """Maps `function(array, *axis names)`, such as `constrain`, over fields."""
+  """Maps `function(array, *axis names)`, say `constrain`, over all fields."""
 
   def map_field(name, value):
     axes = ("batch",) if name in OF_PROMPTS else ("batch", "group")

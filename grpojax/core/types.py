@@ -39,7 +39,7 @@ Cache = PyTree
 @typing.no_type_check
 @struct.dataclass
 class Prefix:
-  """A model's memory of a batch of prompts, shared by each whole group."""
+  """Result of `LM.prefill`: states of prompts, each shared by its group."""
 
   last_hidden: Float[Array, "B D"]  # predicts the first completion token
   length: Int[Array, "B"]  # number of real tokens of each prompt
@@ -92,9 +92,9 @@ class LM(NamedTuple):
       [B, ...] over the prompts of a prefix; or None. With it, a rollout of one
       sample per prompt leaves out finished prompts.
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
-      once the work that each token would repeat (casts, tables of positions,
-      gathering of split parameters). It prepares for a rollout of at most
-      `longest` tokens per row, prompt included, in `Sampling.formats`; if
+      once the work that would be repeated for each token (casts, tables of
+      positions, gathering of split parameters). It prepares for a rollout of at
+      most `longest` tokens per row, prompt included, in `Sampling.formats`; if
       `longest` is None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> ForwardOutput`, or None: `prefill` and
@@ -108,9 +108,10 @@ class LM(NamedTuple):
       returns the load, and `replayed=(of prompts [B, P, X], of completions [B,
       G, S, X])` experts to use in place of the routers' choice; an unknown
       number makes the token NaN.
-    forward_mode: the same model for `jax.jvp`, or None if this model will do.
+    forward_mode: the same model for `jax.jvp`; None if this model supports it.
     draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
-      sampling.Parts [B, G, n]`, drawn without logits in memory, or None.
+      sampling.Parts [B, G, n]`, a token of each part of the vocabulary, without
+      storing logits; or None.
   """
 
   init: Callable[..., Params]

@@ -1,4 +1,4 @@
-"""GRPO in one file: each part is a call of a public function.
+"""GRPO in a single file: each part is a call of a public function.
 
     python -m grpojax.examples.grpo_in_one_file [STEPS]
 

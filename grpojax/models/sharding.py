@@ -262,7 +262,7 @@ def _row_axes() -> dict[str, int]:
 
 
 def copy_for_rows(x: Array) -> Array:
-  """Returns a copy of x per device with rows, [devices, ...]; x if unsplit."""
+  """Stacks a copy of x per device that rows are split over; x if unsplit."""
   axes = _row_axes()
   if not axes:
     return x

@@ -1,6 +1,6 @@
 """Corrections for a mismatch between rollout policy and trained policy.
 
-Tokens are drawn from the rollout policy mu, whose numbers differ from the
+Tokens are drawn from the rollout policy mu, whose probabilities differ from the
 trainer's (another program, engine or precision). The surrogate has the ratio pi
 / pi_old of the trainer's probabilities; here the remaining factor, r_t =
 pi_old(o_t) / mu(o_t), becomes a constant weight of each token's loss.
