@@ -57,8 +57,7 @@ def make_batch(
     ref_params: Reference policy, or None. It has the temperature of `sampling`
       without top_k, top_p and min_p, see `core.losses.kl`.
     ref_lm: Model of `ref_params` if it is not `lm` (a teacher).
-    ref_prompts: Prompts for the reference alone, say with a hint; of any
-      length.
+    ref_prompts: Prompts for the reference alone, of any length, say with hints.
     packing: Packed rows (`packing.layout.plan`), used here and in the update.
     prompt_weights: Weights of the prompts in the loss, KL term included.
     credit: Assignment of rewards to turns, a name in `turns.CREDITS`.

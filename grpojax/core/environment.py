@@ -7,8 +7,8 @@
 
 At the end of a turn the environment is stepped, and its answer becomes the next
 tokens of the row. Each row gets a token per iteration of the loop, drawn or
-observed, so stages and compaction work as without an environment. For
-environments that cannot be jitted see `core.turns.trajectories`.
+observed, so `Decoding` options work as without an environment. For environments
+that cannot be jitted see `core.turns.trajectories`.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ class Episodes(NamedTuple):
 
 
 def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
-  """Derives a turn's random keys: from -1 - turn, as tokens use t >= 0."""
+  """Derives a turn's keys by folding in -1 - turn; tokens fold in t >= 0."""
   return jax.vmap(jax.vmap(jax.random.fold_in))(
     keys, jnp.broadcast_to(-1 - turn, keys.shape)
   )
@@ -201,7 +201,7 @@ def advance(
 ) -> tuple[Episodes, Bool[Array, "B G"], Bool[Array, "B G"]]:
   """Steps the environments of the rows whose turn has `ended`.
 
-  Each row has `length` tokens, and may have `limit`. If the observation and a
+  Each row has `length` tokens so far, at most `limit`. If the observation and a
   further token do not fit, or after the last turn, the trajectory ends without
   the observation. Returns the episodes, and masks of the environments that are
   done and of the finished trajectories.

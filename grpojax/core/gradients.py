@@ -94,7 +94,7 @@ class LossTerms:
 class MinibatchTotals(NamedTuple):
   """Totals of a whole minibatch, which its micro-batches do not know."""
 
-  token_mask: Bool[Array, "n b g T"] | None = None  # in the surrogate
+  token_mask: Bool[Array, "n b g T"] | None = None  # in surrogate; None: all
   token_count: Int[Array, ""] | None = None  # divisor of the mean entropy
   expert_load: PyTree | None = None  # summed over the minibatch
 
@@ -114,7 +114,7 @@ class Gradient(NamedTuple):
   loss: Float[Array, ""]
   grads: Params  # gradient, float32 or better
   metrics: dict[str, Metrics]  # by reduction (`update.OVER_UPDATES`)
-  mean_entropy: Float[Array, "n"] | None  # shares of micro-batches
+  mean_entropy: Float[Array, "n"] | None  # each micro-batch's share
 
 
 def in_float32(tree: PyTree) -> PyTree:
@@ -242,7 +242,7 @@ def _reduce_metrics(
   def mean(values):
     return jnp.sum(jnp.where(mask, values, 0)) / count
 
-  ratios = arrays["ratio"]  # 1 on padding
+  ratios = arrays["ratio"]  # 1 on padding, used if there are no tokens
   real = mask | ~jnp.any(mask)
   return {
     "mean": {k: mean(v) for k, v in arrays.items() if k != "ratio"},

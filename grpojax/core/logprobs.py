@@ -276,7 +276,7 @@ def logprobs_and_load(
 
   Logits and their gradients exist for `chunk_size` tokens per device (at least
   one per row); several chunks are recomputed in the backward pass. So they take
-  a few arrays of chunk_size x V float32. `sampling` is the distribution of the
+  a few float32 arrays [chunk_size, V]. `sampling` is the distribution of the
   tokens; the reference has its temperature, but no top_k, top_p and min_p.
   `positions` and `segments` are as in `LM.extend`, `load_weights` and
   `replayed` (experts) as in `LM.has_experts`. With `flat`, an index of the real

@@ -344,7 +344,7 @@ def sample_cuts(prompts: int, group_size: int) -> tuple[int, int]:
 def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
   """Raises ValueError for batches that the row axes cannot split evenly.
 
-  `rows` has the number of prompts of each batch, under its name for the error.
+  `rows` maps the names of batches, for the error, to their numbers of prompts.
   """
   for name, count in rows.items():
     cut = divide((count, group_size), (ROWS, ROWS), mesh.shape)

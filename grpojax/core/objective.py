@@ -115,14 +115,12 @@ class Objective:
     0.0, "coefficient of an entropy bonus; 0 = off"
   )
   entropy_target: float = not_negative(
-    0.0, "adaptive entropy bonus: target entropy, nats per token; 0 = off"
+    0.0, "target entropy (nats per token) of an adaptive entropy_coef; 0 = off"
   )
   entropy_coef_delta: float = not_negative(
-    0.005, "adaptive entropy bonus: change of the coefficient per update"
+    0.005, "change of the adaptive entropy_coef per update"
   )
-  entropy_coef_max: float = not_negative(
-    1.0, "adaptive entropy bonus: largest coefficient"
-  )
+  entropy_coef_max: float = not_negative(1.0, "largest adaptive entropy_coef")
   router_aux_coef: float = not_negative(
     0.0, "coefficient of the load-balancing loss of experts; 0 = off"
   )

@@ -20,7 +20,7 @@ SCHEDULES = {
 
 
 def decays(params: PyTree) -> PyTree:
-  """True for paths without "norm" or "bias", which decay as in transformers."""
+  """True for parameters to decay: no "norm" or "bias" in the path."""
 
   def has_decay(path, _) -> bool:
     name = jax.tree_util.keystr(path).lower()

@@ -148,7 +148,7 @@ def refuse(errors: Sequence[str]) -> None:
 def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
   """Suggests a name in the TypeError for an unknown keyword argument.
 
-  For a field of a parameter's default value, it suggests that parameter.
+  If a parameter's default value has such a field, it suggests the parameter.
   """
   parameters = inspect.signature(function).parameters
   title = function.__qualname__.removesuffix(".__init__")

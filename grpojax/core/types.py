@@ -66,7 +66,7 @@ class ForwardOutput(NamedTuple):
 class LM(NamedTuple):
   """A causal language model as pure functions, of which five are required.
 
-  `extend` and `forward` may return plain tuples of two.
+  `extend` and `forward` may return plain pairs, the first two fields.
 
   Attributes:
     init: `(key) -> params`.
@@ -106,12 +106,11 @@ class LM(NamedTuple):
       token if `record=True`: X numbers, layer by layer. `forward` takes
       `load_weights=(of prompts [B, P], of completions [B, G, S])` of tokens and
       returns the load, and `replayed=(of prompts [B, P, X], of completions [B,
-      G, S, X])` experts to use in place of the routers' choice; an unknown
-      number makes the token NaN.
+      G, S, X])` experts to use in place of the routers' choice; a number out of
+      range makes the token NaN.
     forward_mode: the same model for `jax.jvp`; None if this model supports it.
     draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
-      sampling.Parts [B, G, n]`, a token of each part of the vocabulary, without
-      storing logits; or None.
+      sampling.Parts [B, G, n]`, tokens drawn without storing logits, or None.
   """
 
   init: Callable[..., Params]

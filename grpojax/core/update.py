@@ -179,9 +179,9 @@ def make_update(
   trainer)), and the shares `rollout_effective_samples`,
   `rollout_clip_fraction_low` and `_high`.
 
-  ValueError for `off_policy_conflicts` and for `router_aux_coef` of a model
-  without experts; when called, if minibatches do not divide B, and for several
-  updates without old log-probabilities.
+  ValueError for `off_policy_conflicts` and for `router_aux_coef` without
+  experts; when called, if minibatches do not divide B, and for several updates
+  without old log-probabilities.
   """
   conflicts = off_policy_conflicts(objective, options, sampling).items()
   refuse([f"{k} = {getattr(objective, k)!r}: {why}" for k, why in conflicts])

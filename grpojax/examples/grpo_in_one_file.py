@@ -70,7 +70,7 @@ def compute_rewards(
 
 
 def make_sample(policy: Policy) -> Callable[..., grpojax.Rollout]:
-  """Returns the jitted sampling, `(params, prompts, key) -> completions`."""
+  """Returns the jitted function `(params, prompts, key) -> completions`."""
   sample = functools.partial(
     grpojax.rollout,
     policy.lm,

@@ -151,7 +151,7 @@ def _query_blocks(settings, q, visibility: Visibility):
 
 
 def _products(axes: str):
-  """Returns functions for float32 logits q k and outputs, weights times v."""
+  """Returns two float32 products: of q and k, and of weights and v."""
   # As in `attention._attend`: the slots' letter replaces that of channels.
   (slot,) = set(axes) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
@@ -334,8 +334,8 @@ def block_attention(
 ) -> Float[Array, "B G K R S E"]:
   """Computes causal `two_part_attention` of whole rows (C = S) in blocks.
 
-  Besides arguments and result, it needs a few times B G H block^2 float32.
-  `window` applies to local layers. A block has `block` tokens.
+  Besides arguments and result, it stores a few times B G H block^2 float32
+  numbers. `window` applies to local layers. A block has `block` tokens.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:

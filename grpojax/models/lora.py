@@ -174,7 +174,7 @@ def save_peft(
   the Hugging Face Hub, `revision` its commit there. `alpha` is PEFT's
   lora_alpha: the scale is alpha / r. `dtype` is the dtype to store; None keeps
   the adapters' dtype. ValueError if `path` exists, if there are no adapters, or
-  if peft 0.21 cannot read them (of experts: gate or up without all three).
+  if peft 0.21 cannot read them (of experts it reads down, or all three).
   """
   if not adapters:
     raise ValueError("there are no adapters to save")

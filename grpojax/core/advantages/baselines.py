@@ -60,7 +60,7 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   within = within / jnp.maximum(sum_of_others(has_variance), 1)
   pooled = sum_of_others(means * has_mean) / jnp.maximum(others, 1)
   # t2: the variance of the other prompts' means, less the part due to noise.
-  # [B,B], as "total minus x_b" would keep the rounding error of outliers.
+  # All pairs: "total minus x_b" would keep the rounding error of an outlier.
   different = ~jnp.eye(len(counts), dtype=bool)
   distances = has_mean * different * (means - pooled[:, None]) ** 2
   spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)
@@ -72,7 +72,7 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   # w_b, with numerator and denominator times count - 1, which may be 0.
   total = within + between * (counts - 1)
   weight = jnp.where(total > 0, within / jnp.where(total > 0, total, 1), 0)
-  # The only sample of a prompt has the pooled mean as its baseline.
+  # A prompt's only sample has the pooled mean as its baseline.
   single = counts == 1
   weight = jnp.where(single, 1, weight)[:, None]
   others_mean = sum_of_others(moved) / jnp.maximum(counts - 1, 1)[:, None]
@@ -88,15 +88,14 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 
   For binary rewards. The prior: success rates are Beta(alpha, beta), with
   (alpha, beta) uniform over a grid of 150 pairs. The baseline of sample (b, i)
-  is the posterior mean of its prompt's success rate given all rewards except
-  Z_{b,i}:
+  is the posterior mean of its prompt's rate given all rewards except Z_{b,i}:
 
     sum_grid p (alpha + S) / (alpha + beta + G - 1),  S = sum_{j != i} Z_{b,j},
 
-  where p is proportional to the beta-binomial likelihood of those rewards.
-  Other rewards keep it unbiased: the baseline clips them to [0, 1] and counts
-  fractions as parts of a success. G >= 2; takes memory for B G 150 numbers.
-  Equal rewards give advantages near 0, not exactly 0.
+  where p is proportional to the beta-binomial likelihood of those rewards. It
+  is also unbiased for other rewards: the baseline clips them to [0, 1] and
+  counts fractions as parts of a success. G >= 2; takes memory for B G 150
+  numbers. Equal rewards give advantages near 0, not exactly 0.
   """
   rewards = as_float(rewards, "beta_binomial", least=2)
   group_size = rewards.shape[-1]

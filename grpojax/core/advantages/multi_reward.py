@@ -29,9 +29,9 @@ def normalize_then_sum(
   """Weighted sum of rewards, each normalised within its group.
 
   Equals TRL's "normalize_then_sum" before its batch normalisation: unitless,
-  and each group sums to 0. A missing value (nan) gets its function's mean in
-  the group; a sample without values gets nan. `epsilon` is added to standard
-  deviations. ValueError if G < 2 or for a wrong number of weights.
+  and each group sums to 0. A missing value (nan) gets its reward function's
+  mean in the group; a sample without values gets nan. `epsilon` is added to
+  standard deviations. ValueError if G < 2 or for a wrong number of weights.
   """
   values = as_float(values, "normalize_then_sum", least=2)
   weights = jnp.asarray(weights, values.dtype)

@@ -1,4 +1,4 @@
-"""Advantages for objectives that compare k samples: U-statistics of rewards.
+"""Advantages for objectives such as the best of k samples: U-statistics.
 
 For a symmetric function f of k rewards, E f(Z_1, ..., Z_k) has the unbiased
 gradient estimator (1/G) sum_i s_i A_i with

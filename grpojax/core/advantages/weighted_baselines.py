@@ -41,7 +41,7 @@ def _minus_weighted_others(
       f"shape, not {weights.shape}"
     )
   rewarded = present(rewards)
-  # A shift of all rewards cancels, and makes equal rewards exactly 0.
+  # A shift of all rewards changes nothing, except that equal rewards give 0.
   moved = shifted(rewards)
   weights = jnp.where(rewarded, weights, 0)
   total = sum_of_others(weights)

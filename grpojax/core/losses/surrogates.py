@@ -99,8 +99,8 @@ def clipped(
   """PPO's clipped surrogate, with separate lower and upper bounds.
 
   -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  (arXiv 1707.06347; separate
-  bounds: DAPO, arXiv 2503.14476). With dual_clip = c > 1, tokens of negative
-  advantage count c A if r > c, without gradient (arXiv 1912.09729).
+  bounds: DAPO, arXiv 2503.14476). With dual_clip = c > 1, tokens with A < 0 and
+  r > c have the loss -c A, without gradient (arXiv 1912.09729).
   `clip_fraction_low` and `_high` log tokens whose gradient a bound makes 0.
   """
   bounded, aux = _clip(ratios, advantages, 1 - clip_low, 1 + clip_high)
@@ -159,7 +159,7 @@ def dppo_tv(
   the total variation of "this token or another" (arXiv 2602.04879, Binary-TV).
   A bound on the ratio restricts rare tokens too much and frequent ones too
   little. Needs the `token_ratio`; logs as `clipped` does. `of_kl` (surrogate
-  `dppo_kl`) bounds Binary-KL: KL(pi_old || pi), nats, signed as pi - pi_old.
+  `dppo_kl`) bounds Binary-KL: KL(pi_old || pi), nats, with pi - pi_old's sign.
   """
   ratio, logprob = jax.lax.stop_gradient((ratios, logprobs))
   new = jnp.exp(logprob)

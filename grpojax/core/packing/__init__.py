@@ -114,8 +114,7 @@ def split(
   the rows. A packing may have fewer micro-batches, with room for U prompts per
   split; a prompt with rows in several splits is copied into each. Without a
   packing, mask and rows are None. ValueError if the batch cannot be divided
-  (`micro_batches.cuts`), or if packed micro-batches may be larger than unpacked
-  ones.
+  (`micro_batches.cuts`) or packed micro-batches may exceed unpacked ones.
   """
   b, g = jax.tree.leaves(samples)[0].shape[:2]
   if packing is not None:
@@ -162,7 +161,7 @@ def _split_packed(prompts, samples, packing: Packing):
 
   arrays = prompts, samples, packing.copy_of_sample
   prompts, samples, copy_of_sample = jax.tree.map(by_split, arrays)
-  # A copy comes with all samples of its group; its split computes `in_rows`.
+  # A copy comes with its whole group; its split only computes `in_rows`.
   in_rows = copy_of_sample == jnp.arange(splits * u).reshape(splits, u, 1)
   # A micro-batch has every count-th bundle. The bundles of a device are
   # neighbours, so prompts are counted across them.

@@ -72,7 +72,7 @@ class _Spread(NamedTuple):
 
 
 def _spread(batch: _Batch, width: int, splits: int) -> _Spread:
-  """Spreads the rows of each bundle over splits of about equal tokens."""
+  """Spreads each bundle's rows over splits with about equal token counts."""
   b, g = batch.lengths.shape
   row_of_sample, start_of_sample = first_fit(batch.lengths, width)
   tokens = np.zeros((b, g), np.int64)

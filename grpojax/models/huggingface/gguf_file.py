@@ -63,7 +63,7 @@ class Tensor(NamedTuple):
 
   file: pathlib.Path
   format: int  # gguf's number of the format
-  shape: tuple[int, ...]  # NumPy's, the reverse of the file's
+  shape: tuple[int, ...]  # in NumPy's order, the reverse of the file's
   offset: int  # in bytes
   # Number of heads if rows have GGUF's order for Llama, else 0. In this order,
   # the rows of a head's two halves alternate. For two heads of four rows:
