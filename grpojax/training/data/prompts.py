@@ -39,7 +39,7 @@ def template_options(settings: TrainSettings, policy: Policy) -> dict[str, Any]:
 
 
 def encoder(settings: TrainSettings, policy: Policy):
-  """Returns `(prompt) -> (text, ids)` in the policy's format."""
+  """Returns `(prompt) -> (text, ids)`, which formats and tokenizes a prompt."""
   data = settings.data
   return functools.partial(
     tokenization.encode_prompt,

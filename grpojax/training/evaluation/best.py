@@ -52,7 +52,7 @@ def step(record: Record) -> int | None:
 
 
 def stopping(record: Record, limit: int) -> str | None:
-  """Returns the reason to end: `limit` evaluations without gain; else None."""
+  """Returns a reason to end after `limit` evaluations without gain, or None."""
   count = record.get("without_gain", 0)
   if not 0 < limit <= count:
     return None

@@ -80,10 +80,10 @@ class ModelSettings:
     REFERENCE_MEMORY,
   )
   reference_every: int = not_negative(
-    0, "steps between updates of the reference; 0 = never"
+    0, "steps between updates of the reference; 0 = no updates"
   )
   reference_mix: float = option(
-    1.0, "weight of the policy in these updates; 1 = copy", within="(0, 1]"
+    1.0, "weight of the policy in updates of the reference", within="(0, 1]"
   )
 
 
@@ -116,7 +116,7 @@ class DataSettings:
   )
   too_long: str = option(
     "refuse",
-    "longer prompts: refuse = error; drop = leave them out",
+    "prompts over max_prompt_length: refuse = error; drop = leave out",
     ("refuse", "drop"),
   )
   template: str = option(
@@ -201,7 +201,7 @@ class RewardSettings:
   )
   workers: int = option(
     0,
-    "reward processes per machine; 0 = main process, or 1 for math_answer",
+    "reward processes per machine; 0 = none (1 for math_answer)",
     within="[0, 1024]",
   )
   timeout: float = positive(30.0, "time limit per completion, in seconds")
@@ -240,19 +240,19 @@ class EnvironmentSettings:
   action: str = option(
     "auto",
     "action passed to `step` of a class: text = the turn's text; number = its "
-    "last number; json = its last JSON value; auto = by action_space, or text",
+    "last number; json = its last JSON value; auto = chosen by action_space",
     ACTIONS,
   )
   max_turns: int = one_or_more(8, "maximum turns per trajectory")
   max_observation: int = not_negative(
-    0, "maximum tokens per observation; 0 = half of max_new_tokens, the maximum"
+    0, "tokens per observation, at most half of max_new_tokens; 0 = this half"
   )
   max_turn_tokens: int = not_negative(
-    0, "maximum tokens per turn, then cut off and answered; 0 = no limit"
+    0, "tokens after which a turn is cut off and answered; 0 = no limit"
   )
   failed: str = option(
     "drop",
-    "if the environment fails: drop = leave trajectory out; zero = reward 0",
+    "if the environment fails: drop = omit the trajectory; zero = reward 0",
     ("drop", "zero"),
   )
   template: str = option(
@@ -260,10 +260,10 @@ class EnvironmentSettings:
   )
   credit: str = option(
     "trajectory",
-    "advantage of a turn: trajectory = the trajectory's; turn = rewards from "
-    "this turn on, minus their mean over other samples; turn_reached = minus "
-    "their mean over other samples with this turn. The mean gradient is the "
-    "same only for loss.weighting = fixed_length or sequence_sum",
+    "advantage of a turn: trajectory = that of the trajectory; turn = rewards "
+    "from this turn on, minus their mean over the other samples; turn_reached "
+    "= the same, but the mean is over samples that reached this turn. Only "
+    "loss.weighting = fixed_length or sequence_sum keep all of them unbiased",
     CREDITS,
   )
   workers: int = option(

@@ -131,7 +131,7 @@ def make_sample_and_reward(
   part answer while the devices decode another part. `move` copies the
   parameters to the sampling devices.
 
-  The function returns a generator for `play_together`. It first yields the
+  The function returns a generator for `play_together`, which first yields the
   arrays being computed, and returns `(rollout, rewards)`. `first_prompt` is the
   index of the first prompt among all prompts with this key.
   """
@@ -377,7 +377,7 @@ class HostStep:
   def _draw_ahead(
     self, state: TrainState, upcoming, timer: Timer, check: Callable[[], Any]
   ) -> tuple[PyTree, Callable[[], Pending]]:
-    """Starts to sample the next step; returns its arrays and `finish()`."""
+    """Starts sampling the next step; returns arrays, `finish() -> Pending`."""
     key = jax.random.fold_in(state.key, state.step + 1)
     params = state.params
     if self.reward_pool.environment is not None:
