@@ -31,7 +31,7 @@ class IllegalAction(ValueError):
 def read_action(text: str, form: str, space: Any = None) -> Any:
   """Returns the action in a turn's text; `form` is one of `ACTIONS`.
 
-  IllegalAction if the text has no action, or no action in gymnasium's `space`.
+  IllegalAction if the text has no action, or one outside gymnasium's `space`.
   """
   form = _form(form, space)
   if form == "text":

@@ -43,7 +43,7 @@ class Policy(NamedTuple):
   lora_scale: float = 0.0  # scale of the adapters
   shape: TransformerConfig | None = None  # sizes and options of the model
   vmappable: bool = True  # True if `jax.vmap` accepts the model's functions
-  teacher: "Policy | None" = None  # reference model, if not the policy's
+  teacher: "Policy | None" = None  # reference if it is a different model
   name: hub.Name | None = None  # name and commit on the Hub
   ignore_keys: tuple[str, ...] = ()  # in config.json
   stop: StopTable | None = None  # stop strings
@@ -214,15 +214,12 @@ def jit(
 def lower(
   program: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> jax.stages.Lowered:
-  """Lowers a program of `jit` for `jax.stages`; arguments may be shapes."""
+  """Lowers a program of `jit` for arguments, which may be shapes."""
   return program.func.lower(*program.args, *args, **kwargs)
 
 
 def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
-  """Waits for arrays; calls `check_signals` at once, then 20 times a second.
-
-  `check_signals` may raise.
-  """
+  """Waits for arrays; calls `check_signals`, which may raise, in between."""
   began = time.monotonic()
   for array in jax.tree.leaves(arrays):
     check_signals()

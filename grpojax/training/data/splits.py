@@ -48,7 +48,7 @@ class Split(NamedTuple):
   lengths: Int[np.ndarray, "n"] | None = None
   # Hash of each prompt's text; empty for an endless data set.
   prompts: Int[np.ndarray, "n"] = np.empty(0, np.int64)
-  key: str = ""  # fingerprint of everything that determines the lengths
+  key: str = ""  # hash of all inputs from which lengths are computed
   parts: Mapping[str, Any] = {}  # splits of a mixture's data sets by name
 
 
@@ -109,7 +109,7 @@ def load_split(
 
   ValueError if there are such prompts, unless data.too_long = "drop". Lengths
   come from `cache`, a file of `save_lengths`, or else from the tokenizer.
-  `examples` are from `load_examples` by default; signals are checked at each.
+  `examples` default to `load_examples`; `check_signals` is called at each.
   """
   fit = functools.partial(_fit, settings, policy, cache, check_signals)
   if examples is None:
@@ -273,5 +273,5 @@ def _saved_lengths(file: pathlib.Path | None, split: str, key: str):
     with np.load(file, allow_pickle=False) as arrays:
       known = str(arrays[f"{split} key"]) == key
       return arrays[split] if known else None
-  except Exception:  # a damaged file raises many types
+  except Exception:  # damaged files raise many types of errors
     return None

@@ -154,7 +154,7 @@ def record(run: Run, row: dict[str, Any]) -> None:
 
 
 def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
-  """Returns recorded evaluations of `step` on the same number of prompts."""
+  """Returns recorded evaluations of `step` on the current number of prompts."""
   key = step, len(run.held_out.examples)
   return [
     row

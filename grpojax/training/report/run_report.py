@@ -64,7 +64,7 @@ def read_samples(
   """Reads samples.jsonl for as many steps as fit into `budget` bytes.
 
   Parses no other rows, because the file may be larger than memory. Also returns
-  the number of `steps` in the file, and of `kept_steps` among the rows.
+  the number of `steps` in the file, and of `kept_steps` in the result.
   """
   sizes: dict[int, int] = collections.defaultdict(int)
   try:

@@ -192,7 +192,7 @@ def check(path: Path, settings: TrainSettings) -> bool:
   """Checks whether a directory can hold a run with these settings.
 
   Writes nothing. Returns True for a run to resume. Only `CHANGEABLE` settings
-  may differ from its config, unless it has no step yet. ValueError for other
+  may differ from its config, except before its first step. ValueError for other
   changes, fewer steps, lost checkpoints, or files that belong to no run.
   """
   path = pathlib.Path(path)
@@ -284,7 +284,7 @@ def remove_torn(path: Path) -> None:
 def record_changes(path: Path, settings: TrainSettings) -> list[str]:
   """Records changed settings and returns them as lines.
 
-  A new `steps` or `stop.no_improvement` removes a run's summary and model.
+  A new value of `steps` or `stop.no_improvement` removes summary and model.
   """
   path = pathlib.Path(path)
   lines, _ = changed(path, settings)

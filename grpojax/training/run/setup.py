@@ -95,7 +95,7 @@ def with_weights(
 ) -> Policy:
   """Loads the weights of a policy and its teacher; adds adapters, if any.
 
-  Without a mesh uses a single device. ValueError for unsuitable weights.
+  Without a mesh uses a single device. ValueError if weights do not match.
   """
   shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)
   dtype = settings.model.dtype

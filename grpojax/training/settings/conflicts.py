@@ -30,7 +30,7 @@ from grpojax.training.settings import batches
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import AUTO, TrainSettings
 
-_TRIED = 256  # maximum B and G of the batch that an advantage is tried on
+_TRIED = 256  # maximum B and G of the batch for trying an advantage
 _ONE_SUM = {"reward.aggregation": "sum_then_normalize"}
 
 Needs = Iterator[tuple[dict[str, Any], str]]

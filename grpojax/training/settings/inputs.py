@@ -76,14 +76,14 @@ class ModelSettings:
   )
   reference: str = option(
     "device",
-    "memory that stores the reference; host = copied to devices for each pass",
+    "memory of the reference; host = copied to the devices for each pass",
     REFERENCE_MEMORY,
   )
   reference_every: int = not_negative(
     0, "steps between updates of the reference; 0 = no updates"
   )
   reference_mix: float = option(
-    1.0, "weight of the policy in updates of the reference", within="(0, 1]"
+    1.0, "policy's share of an updated reference; 1 = copy", within="(0, 1]"
   )
 
 
@@ -123,7 +123,7 @@ class DataSettings:
     "{prompt}\n", "template of plain-text prompts; chats use the chat template"
   )
   system_prompt: str = option(
-    "", 'system prompt for chats that have none; "" = none'
+    "", 'system prompt to add if a chat has none; "" = none'
   )
   special_tokens: str = option(
     "text",
@@ -201,7 +201,7 @@ class RewardSettings:
   )
   workers: int = option(
     0,
-    "reward processes per machine; 0 = none (1 for math_answer)",
+    "reward processes per machine; 0 = in the main process (math_answer: 1)",
     within="[0, 1024]",
   )
   timeout: float = positive(30.0, "time limit per completion, in seconds")
@@ -233,19 +233,19 @@ class EnvironmentSettings:
     '"package.module:NAME"; "" = none, or only environment.tools',
   )
   tools: tuple[Any, ...] = option(
-    (), 'functions that the model may call, each "file.py:function"'
+    (), 'functions for the model to call, each "file.py:function"'
   )
   tool_format: str = option("hermes", "syntax of tool calls", TOOL_CALLS)
   options: Mapping[str, Any] = free_field("arguments of the environment")
   action: str = option(
     "auto",
     "action passed to `step` of a class: text = the turn's text; number = its "
-    "last number; json = its last JSON value; auto = chosen by action_space",
+    "last number; json = last JSON value; auto = by action_space, else text",
     ACTIONS,
   )
   max_turns: int = one_or_more(8, "maximum turns per trajectory")
   max_observation: int = not_negative(
-    0, "tokens per observation, at most half of max_new_tokens; 0 = this half"
+    0, "maximum tokens per observation, up to max_new_tokens / 2; 0 = this half"
   )
   max_turn_tokens: int = not_negative(
     0, "tokens after which a turn is cut off and answered; 0 = no limit"
@@ -260,7 +260,7 @@ class EnvironmentSettings:
   )
   credit: str = option(
     "trajectory",
-    "advantage of a turn: trajectory = that of the trajectory; turn = rewards "
+    "advantage of a turn: trajectory = the trajectory's; turn = rewards "
     "from this turn on, minus their mean over the other samples; turn_reached "
     "= the same, but the mean is over samples that reached this turn. Only "
     "loss.weighting = fixed_length or sequence_sum keep all of them unbiased",
@@ -268,7 +268,7 @@ class EnvironmentSettings:
   )
   workers: int = option(
     0,
-    "processes per machine that run environments; 0 = the main process",
+    "environment processes per machine; 0 = in the main process",
     within="[0, 1024]",
   )
   timeout: float = positive(30.0, "time limit per answer, in seconds")

@@ -58,7 +58,7 @@ class AutoGroupSizeSettings:
   largest: int = one_or_more(32, "maximum group size")
   decay: float = option(0.9, "weight of past estimates", within=DECAY)
   margin: float = not_negative(
-    0.25, "log2 distance of G* past the middle of two sizes, for a change"
+    0.25, "log2 distance by which the best size must pass the middle of 2 sizes"
   )
   confidence: float = not_negative(
     1.0, "evidence needed for a change, in standard errors"
@@ -74,7 +74,7 @@ class DiagnosticsSettings:
     4, "random directions; more give more precise results", within="[2, inf)"
   )
   share: float = option(
-    0.375, "share of prompts to diagnose; at least 3 are", within="(0, 1]"
+    0.375, "share of prompts to diagnose, but at least 3", within="(0, 1]"
   )
   last_layers: int = not_negative(
     0, "number of last layers to diagnose; 0 = all layers"
@@ -128,27 +128,27 @@ class ProfileSettings:
 
 @frozen_options
 class StopSettings:
-  """Number of consecutive steps with a problem that end the run."""
+  """Limits of consecutive steps with a problem; at a limit the run ends."""
 
   skipped_updates: int = not_negative(
-    10, "consecutive steps with non-finite gradients; 0 = no limit"
+    10, "maximum steps in a row with non-finite gradients; 0 = no limit"
   )
   rewards_missing: int = not_negative(
-    10, "consecutive steps without rewards; 0 = no limit"
+    10, "maximum steps in a row without rewards; 0 = no limit"
   )
   zero_variance_groups: int = not_negative(
-    100, "consecutive steps with equal rewards in every group; 0 = no limit"
+    100, "maximum steps in a row with equal rewards in each group; 0 = no limit"
   )
   truncated: int = not_negative(
-    0, "consecutive steps with most completions truncated; 0 = no limit"
+    0, "maximum steps in a row with most completions truncated; 0 = no limit"
   )
   few_effective_samples: int = not_negative(
     0,
-    "consecutive steps with at most 10% effective samples, by the weights of "
-    "sampling.ahead, int8 or loss.correction; 0 = no limit",
+    "maximum steps in a row with at most 10% effective samples, by importance "
+    "weights of sampling.ahead, int8 or loss.correction; 0 = no limit",
   )
   no_improvement: int = not_negative(
-    0, "consecutive evaluations without a higher accuracy; 0 = no limit"
+    0, "maximum evaluations in a row without a higher accuracy; 0 = no limit"
   )
 
 

@@ -32,7 +32,7 @@ from grpojax.training.policies import Policy
 from grpojax.training.settings.inputs import REFERENCE_MEMORY
 from grpojax.training.settings.run import TrainSettings
 
-_MULTIPLE = 64  # prompts are padded to such lengths, to compile few programs
+_MULTIPLE = 64  # pad prompts to multiples of this, to compile few programs
 
 
 def check_memory(memory: str, mesh: Mesh) -> None:

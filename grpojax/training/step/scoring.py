@@ -118,7 +118,7 @@ def open_model(
 ) -> Model | None:
   """Loads the reward model, if any, onto a mesh.
 
-  Texts beyond the policy's limits lose their beginning. data.special_tokens
+  Texts beyond the policy's limits are cut at their start. data.special_tokens
   applies, so that a completion cannot end its turn and continue as the user.
   ValueError unless the model is a sequence classifier with one label.
   """
