@@ -137,7 +137,7 @@ def check_positions(
 ) -> None:
   """Raises ValueError if texts may exceed a model's maximum position.
 
-  Scaled RoPE gets a warning, as its limit may be the length before scaling.
+  Scaled RoPE only causes a warning: its limit may be the one before scaling.
   """
   hf_config = hf.read_config(directory, ignore_keys)
   limit = hf_config.get("max_position_embeddings") or math.inf

@@ -39,7 +39,7 @@ def after(record: Record, baseline: Row | None, row: Row) -> Record:
 
 
 def without_lost(record: Record, steps: Sequence[int]) -> Record:
-  """Removes the best state if its step has no checkpoint."""
+  """Removes the best state from a record if its step has no checkpoint."""
   if step(record) in (None, *steps):
     return record
   return {name: value for name, value in record.items() if name != "best"}

@@ -266,7 +266,7 @@ def run(
   directory: pathlib.Path,
   sync: Callable[..., None] = lambda lazily=False: None,
 ) -> dict[str, Any] | None:
-  """Starts or resumes a training run; returns its summary, or None if finished.
+  """Starts or resumes a run; returns its summary, None if already finished.
 
   `sync` uploads changes of the directory (`run_storage.opened`).
 

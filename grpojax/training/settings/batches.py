@@ -30,7 +30,7 @@ def draw_parts(s: TrainSettings) -> int:
 
 
 def own_sampling_mesh(s: TrainSettings, mesh: Mesh) -> Mesh:
-  """Returns the mesh for sampling, on devices reserved for it if there are any.
+  """Returns the mesh for sampling, on devices reserved for sampling, if any.
 
   ValueError if axes do not fit, or if several processes reserve devices.
   """

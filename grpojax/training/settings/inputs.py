@@ -301,8 +301,8 @@ class FilterGroupsSettings:
     "reward that must vary in a group: reward = total; acc = first function",
     ("reward", "acc"),
   )
-  max_num_gen_batches: int = one_or_more(10, "maximum batches per step")
-  gen_parts: int = one_or_more(1, "divisor of batch_size in later draws")
+  max_num_gen_batches: int = one_or_more(10, "maximum batches drawn per step")
+  gen_parts: int = one_or_more(1, "later draws take batch_size / gen_parts")
   rescale: bool = option(
     False, "multiply gradients by group_acceptance, to restore their scale"
   )

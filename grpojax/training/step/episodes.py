@@ -353,7 +353,7 @@ class _Episodes:
     return {"prompt_ids": joined.prompt_ids, "prompt_mask": joined.prompt_mask}
 
   def _fail(self, i: int, error: str) -> None:
-    # All samples of the group have the state of one reset, to be ended once.
+    # All samples of a group share the state of one reset, so end it once.
     if (state := self.states.get((i, 0))) is not None:
       seed = int(self.seeds[i, 0])
       self.unended.append(("end", state, self.examples[i], seed))
@@ -403,8 +403,8 @@ class _Episodes:
     row["messages"].append({"role": "assistant", "content": text})
     ids = []
     if not isinstance(step, str):
-      # If the episode goes on, the model reads the observation. If this cannot
-      # be encoded, the episode fails, and `end` will end its environment.
+      # If the episode goes on, the model reads the observation. If encoding
+      # fails, the episode fails too, and `end` will end its environment.
       self.states[place] = step.state
       try:
         if not step.done:
