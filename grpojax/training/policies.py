@@ -219,7 +219,7 @@ def lower(
 
 
 def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
-  """Waits for arrays; calls `check_signals`, which may raise, in between."""
+  """Waits for arrays; calls `check_signals` at least 20 times a second."""
   began = time.monotonic()
   for array in jax.tree.leaves(arrays):
     check_signals()
