@@ -60,8 +60,8 @@ def find_model(
   """Returns the directory of a model, downloaded if necessary.
 
   `path` is a model directory, a finished run, a .gguf file or a bundled model's
-  name. If none exists, it is ORG/NAME or ORG/NAME@REVISION on the Hugging Face
-  Hub, and only `files` are downloaded. ValueError if there is no model.
+  name. A path that does not exist names ORG/NAME or ORG/NAME@REVISION on the
+  Hugging Face Hub (only `files` are downloaded). ValueError without a model.
   """
   name = hub.parse(path)
   on_hub = name is not None and not hf.exists(path)

@@ -223,9 +223,9 @@ def per_prompt(
   """Returns metrics per prompt, [prompts], by name.
 
   The metrics are pass@k for each of `ks`, or the first completion's accuracy if
-  `ks` is empty; maj@k if there is an `answer`; and the mean reward, if rewards
-  are complete, and `graded` or not all 0 or 1. A single prompt has only the
-  accuracy, because the intervals of other metrics need several prompts.
+  `ks` is empty; maj@k if there is an `answer`; and the mean reward, if no
+  reward is missing and rewards are `graded` or not all 0 or 1. A single prompt
+  has only the accuracy, because other intervals need several prompts.
   """
   right = result.rewards >= CORRECT
   values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}

@@ -227,7 +227,7 @@ def check(path: Path, settings: TrainSettings) -> bool:
 
 
 def _check_unused(path: pathlib.Path) -> None:
-  """Raises ValueError unless a directory without a valid config is empty."""
+  """Raises ValueError if a directory without a valid config has other files."""
   if (path / CONFIG).exists() and is_run(path):
     raise ValueError(
       f"{path / CONFIG} cannot be read, but {path} has checkpoints: restore "

@@ -1,7 +1,7 @@
 """Conflicts between settings.
 
 `core.options` checks the range of each setting. Functions in `NEEDS` yield
-values that other settings require, functions in `CHECKS` all other conflicts.
+values that other settings require; all other conflicts are found by `CHECKS`.
 """
 
 import itertools

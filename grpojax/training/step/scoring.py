@@ -62,7 +62,7 @@ class RewardPool(NamedTuple):
 
 
 def reward_options(settings: TrainSettings) -> dict[str, Any]:
-  """Returns the functions' options; answer readers get `reward.thinking`."""
+  """Returns the functions' options, with `thinking` for `READ_ANSWERS`."""
   reward = settings.reward
   readers = set(functions.READ_ANSWERS).intersection(reward.functions)
   thinking = {"thinking": list(reward.thinking)}
