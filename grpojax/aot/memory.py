@@ -5,7 +5,7 @@ An instruction reads its operands and writes its result, once each, except:
 - Arrays in another memory (VMEM on TPU, which XLA fills with copies) are free.
 - If an array is only sliced or gathered from, the slices count. An update in
   place counts as the update; if it covers part of a TPU tile's 128 lanes (a new
-  token in a cache whose last dimension is slots), all are read and written.
+  token in a cache whose last dimension is slots), all 128 are read and written.
 - TPU tiles are moved whole, with their padding.
 - A Pallas kernel states its bytes.
 """

@@ -41,7 +41,7 @@ class Step(NamedTuple):
 def timed(
   rows: Iterable[Any], count: int, parts: Mapping[str, str]
 ) -> list[Step]:
-  """Times `count` steps; `parts` maps parts to their metrics in seconds."""
+  """Times `count` steps; `parts` maps a step's parts to metrics in seconds."""
   compiled = compilation.seconds()
   steps = []
   before = 0

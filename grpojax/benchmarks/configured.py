@@ -52,7 +52,7 @@ def peak_flops(kind: str, count: int, dtype: Any) -> tuple[float, str]:
 
 
 def open_run(settings: TrainSettings) -> programs.Run:
-  """Opens a run as shapes; rewards on the host become the benchmark's."""
+  """Opens a run as shapes; the benchmark's reward replaces host rewards."""
   if settings.reward.on_device:
     return open_shapes(settings)
   options = {"options": {}, "workers": 0, "model": ""}

@@ -28,7 +28,7 @@ def load(
   seed: int,
   size: int | None,
 ) -> Examples:
-  """Returns `size` examples drawn by `draw`; None: practically endless."""
+  """Returns a sequence of `size` random examples; None: practically endless."""
   check_split(split)
   if seed < 0:
     raise ValueError(f"seed must not be negative, got {seed}")

@@ -36,12 +36,12 @@ _logged_errors: list[BaseException] = []  # by Orbax, about the save in flight
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-  """Returns False to hide Orbax's warnings, and errors that it also raises.
+  """Returns False to hide Orbax's warnings, and logged errors it also raises.
 
   Records these errors in `_logged_errors`: if one of several processes cannot
   save its part, Orbax raises the error up to 20 minutes later.
   """
-  if record.name == "asyncio":  # from tasks that a failed load left
+  if record.name == "asyncio":  # from tasks of a failed load
     return not re.search("orbax|tensorstore", record.getMessage())
   if "orbax/checkpoint" not in record.pathname:
     return True
@@ -167,7 +167,7 @@ def _remove_unfinished(checkpointer: Checkpointer) -> None:
 
 @contextlib.contextmanager
 def _save_errors(checkpointer: Checkpointer) -> Iterator[None]:
-  """Turns all errors of a save into `disk.WriteFailed`."""
+  """Converts all errors of a save to `disk.WriteFailed`."""
   try:
     yield
   except disk.WriteFailed:

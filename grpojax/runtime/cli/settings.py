@@ -1,4 +1,4 @@
-"""Declarations of settings: a tree of sections, from dataclasses of options.
+"""Declares settings as a tree of sections, built from dataclasses of options.
 
     SETTINGS = section_of(TrainSettings())
     settings = build(TrainSettings(), config)  # from config.eval.every, ...
@@ -169,7 +169,7 @@ def _fill(config: ConfigDict, declared: Section) -> None:
         config[name] = ConfigDict()
       if isinstance(config[name], ConfigDict):
         _fill(config[name], field)
-    elif name not in config and field.words:  # may hold a number or a word
+    elif name not in config and field.words:  # a number or a word
       config[name] = FieldReference(field.default, field_type=object)
     elif name not in config:
       config[name] = field.default
@@ -203,7 +203,7 @@ def fill_in(config: ConfigDict, declared: Section) -> tuple[ConfigDict, list]:
 
 
 def value_text(value: Any) -> str:
-  """Returns a value as typed on a command line, which is "" for no text."""
+  """Returns a value as it is typed on a command line."""
   if isinstance(value, tuple):
     return ",".join(map(str, value))
   return value.replace("\n", "\\n") if isinstance(value, str) else str(value)

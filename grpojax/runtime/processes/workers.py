@@ -2,11 +2,11 @@
 
 Workers are new programs, never forks, and load no JAX. A thread per worker
 sends the jobs. Without workers `WorkerPool.results` does the jobs in this
-process, where an alarm interrupts slow jobs. Only workers protect it from
-crashes and from C code that hangs.
+process, where an alarm interrupts slow jobs. Only workers protect this process
+from crashes and from C code that hangs.
 
 A worker reads lines `ID SECONDS JSON`, which cannot run code. The first line
-prepares it; every other line is a job, answered by lines [ID, OUTCOME]. The ID
+prepares it; each later line is a job, answered by lines [ID, OUTCOME]. The ID
 is random, so user code that forks, prints, closes files or writes to every open
 file cannot disturb other jobs. Code that searches for the current ID can forge
 its own result: code that a model wrote needs a sandbox.
@@ -32,16 +32,16 @@ from typing import Any, NamedTuple
 
 from grpojax.runtime.processes import user_calls
 
-_POLL = 0.5  # seconds between calls of `check_signals`, at most twice that
+_POLL = 0.5  # seconds to wait for a result between calls of `check_signals`
 _START = 120.0  # seconds for a worker to load its functions
-_STOP = 0.1  # seconds between checks whether to stop
+_STOP = 0.1  # seconds between calls of `stop`
 _CLOSING = 5.0  # seconds for an idle worker to close its resources
 _BLOCK = 2**16  # bytes to read or write at once
 _MEMORY = 2**33  # limit in bytes for a worker's data
 _LEEWAY = 2.0  # seconds after a job's limit until an orphaned worker ends
 
 Answer = Callable[[Any], Iterable[Any]]  # maps a job to its JSON outcomes
-# Parses a JSON outcome. ValueError, TypeError, AttributeError skip its line.
+# Parses a JSON outcome; skips it by ValueError, TypeError or AttributeError.
 Parse = Callable[[Any], Any]
 
 
@@ -62,7 +62,7 @@ def to_plain(value: Any) -> Any:
 
 
 def run(prepare: Callable[[Any], Answer]) -> None:
-  """Answers jobs with `prepare(setup)` until the input ends, then exits."""
+  """Runs a worker: does jobs by `prepare(setup)` until its input ends."""
   with contextlib.suppress(BrokenPipeError):
     _serve(prepare)
   with contextlib.suppress(OSError, ValueError):  # it may be closed
@@ -119,7 +119,7 @@ class Job(NamedTuple):
   content: Any  # JSON for the worker
   count: int  # number of outcomes
   seconds: int | float  # time limit
-  place: int = 0  # jobs of a place share a worker, if workers are pinned
+  place: int = 0  # jobs with equal places share a pinned worker
 
 
 class Lost(Exception):
@@ -168,7 +168,7 @@ class Process:
       raise Lost(str(error))
 
   def ask(self, line: bytes, job: Job, stop: Callable) -> Iterator[Any]:
-    """Sends a job's line, to a new process if needed; yields its outcomes.
+    """Sends a job's line (starts a process if needed); yields the outcomes.
 
     Kills the process and raises `Lost` after the time limit, if the process
     dies, or if `stop` (called every `_STOP` seconds) returns True.
@@ -282,7 +282,7 @@ class Submission:
     self.jobs = jobs
     self.done: queue.SimpleQueue = queue.SimpleQueue()
     self.abandoned = False
-    self.lost = 0  # jobs lost in a row; without a lock, so approximate
+    self.lost = 0  # jobs lost in a row, approximate: no lock
 
 
 def abandon(submissions: Sequence[Submission]) -> None:
@@ -301,7 +301,7 @@ class WorkerPool(contextlib.AbstractContextManager):
 
   def __init__(
     self,
-    module: ModuleType,  # has `parse`, and `prepare`, which makes an `Answer`
+    module: ModuleType,  # defines `parse` and `prepare(setup)`, an `Answer`
     setup: Any,  # JSON for `prepare`
     workers: int,  # number of processes; 0 does the jobs in this process
     longest: int = 2**16,  # limit of bytes of an answer
