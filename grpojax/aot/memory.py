@@ -43,7 +43,7 @@ def is_free(i: Instruction) -> bool:
 def _renamed(
   module: Module, computation: Computation, prefix: str, names: dict[str, str]
 ) -> list[Instruction]:
-  """Returns the instructions of a fused computation, inner fusions inlined.
+  """Returns a fused computation's instructions, with inner fusions inlined.
 
   `names` maps its parameters to their names outside; new names are added to it.
   """

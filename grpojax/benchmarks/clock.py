@@ -74,7 +74,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def quiet(steps: Sequence[Step]) -> tuple[list[Step], int]:
-  """Returns the quiet steps (if none, all steps), and how many are quiet."""
+  """Returns the steps within `QUIET` (all if none are), and how many are."""
   chosen = [step for step in steps if step.seconds["others"] < QUIET]
   return chosen or list(steps), len(chosen)
 

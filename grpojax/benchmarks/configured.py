@@ -26,7 +26,7 @@ PARTS = {
 
 
 def measure_flops(dtype: Any, size: int = 2048) -> float:
-  """Measures the FLOP/s of a square matrix product, the fastest of several."""
+  """Measures the FLOP/s of a square matrix product: the fastest of several."""
   product = jax.jit(lambda x: x @ x)
   x = jnp.full((size, size), 1 / size, dtype)  # x @ x = x
   seconds = []

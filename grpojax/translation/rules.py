@@ -279,7 +279,7 @@ max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
 
 
 def micro_batches(at_least: int, origin: Origin) -> int:
-  """Returns the number of micro-batches of an update, which changes no result.
+  """Returns an update's number of micro-batches; results do not depend on it.
 
   It is `at_least` or more, but lower if micro-batches would have fewer than
   `PART` completions, which is slow. ValueError for more than MAX_COMPLETIONS.
@@ -343,7 +343,7 @@ def model(origin: Origin, name: str) -> Items:
   """Translates the directory or name of the model."""
   if origin[name]:
     yield origin.setting("model.path", str(origin[name]), name)
-  else:  # an invalid name, so that the default model is not trained instead
+  else:  # an invalid name, not to train the default model
     yield Setting("model.path", "give --config.model.path=MODEL")
     yield Note(name, "not in the file", missing=True, flag="model.path=MODEL")
 

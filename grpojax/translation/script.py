@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 
 class _Script(NamedTuple):
-  """Syntax tree of a script, and its names."""
+  """Syntax tree of a script, and the values of its names."""
 
   tree: ast.Module
   calls: list[ast.Call]
@@ -353,7 +353,7 @@ def _arguments(
 
 
 def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
-  """Returns a module that defines `names`, and the names that stay undefined.
+  """Returns a module that defines `names`, and all names left undefined.
 
   It copies the script's statements that define these names, or define or change
   values they use, except `if __name__ == "__main__"`. The script is never run:
@@ -424,7 +424,7 @@ def _changed(statement: ast.stmt) -> set[str]:
 
 
 def _used(table: symtable.SymbolTable) -> set[str]:
-  """Returns the module-level names that a statement uses."""
+  """Returns the module-level names in a statement."""
   symbols = [x for x in table.get_symbols() if x.is_referenced()]
   if table.get_type() != "module":
     symbols = [x for x in symbols if x.is_global()]

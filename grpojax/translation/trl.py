@@ -14,7 +14,7 @@ from grpojax.translation.rules import Items, Note, Origin, Row, Setting
 
 
 def _sizes(origin: Origin) -> rules.Sizes:
-  """Computes batch sizes like TRL; ValueError for sizes that TRL refuses."""
+  """Computes batch sizes like TRL; ValueError for sizes TRL refuses."""
   group_size = origin["num_generations"]
   micro_batch = origin["per_device_train_batch_size"] * origin.processes
   per_update = micro_batch * origin["gradient_accumulation_steps"]

@@ -31,7 +31,7 @@ OLDER = {
 
 
 def _sizes(origin: Origin) -> rules.Sizes:
-  """Computes batch sizes like verl; ValueError for sizes that verl refuses."""
+  """Computes batch sizes like verl; ValueError for sizes verl refuses."""
   prompts = origin["data.train_batch_size"]
   name = f"{ACTOR}.ppo_mini_batch_size"
   size = origin[name]
@@ -249,7 +249,7 @@ def _bounds(origin: Origin, name: str) -> tuple[float | None, float]:
 def _correct(
   origin: Origin, name: str, kind: str, low: float, high: float
 ) -> Items:
-  """Yields the settings of a correction, translated from setting `name`."""
+  """Yields the settings of an importance correction, set by verl's `name`."""
   limit = f"{name}_threshold"
   yield origin.setting("loss.correction", kind, name)
   yield origin.setting("loss.correction_low", low, limit)
@@ -258,7 +258,7 @@ def _correct(
 
 
 def _correction(origin: Origin, name: str) -> Items:
-  """Translates the importance weights that correct for the sampling policy."""
+  """Translates the importance weights of sampled completions."""
   level = origin[name]
   if level in ("token", "sequence"):
     low, high = _bounds(origin, f"{name}_threshold")
@@ -267,7 +267,7 @@ def _correction(origin: Origin, name: str) -> Items:
 
 
 def _rejection(origin: Origin, name: str) -> Items:
-  """Translates the rejection of completions by their mean ratio."""
+  """Translates the rejection of completions by their mean importance ratio."""
   kind = origin[name]
   limit = f"{name}_threshold"
   if not kind:

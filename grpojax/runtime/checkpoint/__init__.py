@@ -58,7 +58,7 @@ for _name in ("absl", "asyncio", "root"):
 
 
 def _own_error() -> BaseException | None:
-  """Returns this process's error in a save by several processes, if any."""
+  """Returns this process's first save error, if several processes save."""
   return _logged_errors[0] if _logged_errors and distributed.several() else None
 
 

@@ -31,7 +31,7 @@ _NOTES = "notes"  # [JSON, its checksum]
 
 
 class _Damaged(Exception):
-  """Raised if stored arrays, notes or metadata are damaged; names them."""
+  """Raised for damaged arrays, notes or metadata, which the message names."""
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -196,8 +196,7 @@ def load(
 
   Leaves of `like` are arrays or `jax.ShapeDtypeStruct`s. The pending rollout of
   a `TrainState` gets the saved size, and the sharding of `step`. Errors about
-  damage end with `advice`. With `partial`, `like` is a dict, and only its keys
-  are loaded.
+  damage end with `advice`. `partial`: load only the keys of the dict `like`.
   """
   is_state = dataclasses.is_dataclass(like)
   with _damage(path, advice):

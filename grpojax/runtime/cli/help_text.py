@@ -126,8 +126,7 @@ def _tables(
 ) -> list[str]:
   """Returns a Markdown table per section.
 
-  If a section contains all settings of a program in `known`, its table has
-  only the differences.
+  If a section contains a program in `known`, its table has only differences.
   """
   lines = []
   whole = settings.sections(declared)

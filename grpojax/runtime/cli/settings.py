@@ -75,7 +75,7 @@ def section_of(options: Any) -> Section:
 
 
 def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
-  """Returns a copy of a dataclass of options with a config's values.
+  """Copies a dataclass of options and sets its values from a config.
 
   ValueError has a line "SETTING = VALUE: ..." per invalid value; `prefix` comes
   before the setting's name.
@@ -116,7 +116,7 @@ def values_of(options: Any) -> dict[str, Any]:
 
 
 def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
-  """Returns a copy of a section with other defaults, given by dotted path.
+  """Copies a section and changes its defaults, given by dotted path.
 
   KeyError for an unknown setting outside of free sections.
   """

@@ -203,7 +203,7 @@ def _ending_together() -> Iterator[None]:
   """Waits for the other processes at the end; after an error ends at once.
 
   An exit with a message, or by SIGTERM, happens in all processes. Other errors
-  and Ctrl-C end one process, and the other processes notice that.
+  and Ctrl-C end one process; the other processes notice its end.
   """
   code = None
   try:
@@ -345,7 +345,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-  """Raises a process's exception in all processes (ValueError in the others).
+  """Raises a process's exception in all processes (elsewhere as ValueError).
 
   Code inside the context must not wait for other processes.
   """

@@ -86,7 +86,7 @@ def in_time(
   old_handler = signal.signal(alarm, interrupt)
   try:
     try:
-      # Repeats each second, for a function that catches the exception.
+      # Repeats each second, because the function may catch the exception.
       old_timer = signal.setitimer(timer, min(seconds, FOREVER), 1.0)
       function()
     finally:

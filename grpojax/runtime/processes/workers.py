@@ -9,7 +9,7 @@ A worker reads lines `ID SECONDS JSON`, which cannot run code. The first line
 prepares it; each later line is a job, answered by lines [ID, OUTCOME]. The ID
 is random, so user code that forks, prints, closes files or writes to every open
 file cannot disturb other jobs. Code that searches for the current ID can forge
-its own result: code that a model wrote needs a sandbox.
+its own result: model-written code needs a sandbox.
 """
 
 import contextlib
@@ -67,17 +67,17 @@ def run(prepare: Callable[[Any], Answer]) -> None:
     _serve(prepare)
   with contextlib.suppress(OSError, ValueError):  # it may be closed
     sys.stderr.flush()
-  os._exit(0)  # without waiting for threads that functions started
+  os._exit(0)  # without waiting for threads of user code
 
 
 def _serve(prepare: Callable[[Any], Answer]) -> None:
   with contextlib.suppress(AttributeError, OSError):  # not on Linux
-    # Linux kills this process when the thread that started it ends.
+    # Linux kills this process when its parent thread ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
   requests = os.fdopen(os.dup(0), "rb")
   replies = os.dup(1)
-  # Functions that read or print must not disturb the messages.
+  # User code may read or print, but not disturb the messages.
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
   sys.stdout.reconfigure(line_buffering=True)  # lines survive a kill
@@ -128,7 +128,7 @@ class Lost(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Process:
-  """A worker process, which one thread may use at a time."""
+  """A worker process, for one thread at a time."""
 
   module: str  # name of a module that calls `run`
   setup: bytes  # first line for the worker
@@ -148,7 +148,7 @@ class Process:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
-        # A function that uses JAX must not take the accelerator.
+        # User code with JAX must not take the accelerator.
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         start_new_session=True,  # no Ctrl-C; its children are killed with it
       )
@@ -286,7 +286,7 @@ class Submission:
 
 
 def abandon(submissions: Sequence[Submission]) -> None:
-  """Gives up submissions and kills the workers that are at their jobs."""
+  """Gives up submissions; workers at their jobs are killed."""
   for submission in submissions:
     submission.abandoned = True
 

@@ -32,8 +32,7 @@ def set_messages(
 
   If the template has no system role, the system message is put before the
   next message's text, as Gemma 3's template does. `options` are keyword
-  arguments of the template, and "date_string". ValueError if the template
-  refuses the messages or options.
+  arguments of the template, or "date_string". ValueError if the template fails.
   """
   import jinja2
 

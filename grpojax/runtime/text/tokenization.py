@@ -197,7 +197,7 @@ def encode_prompt(
 
 
 def _encode_plain(tokenizer: Any, marked: str) -> list[int]:
-  """Returns a prompt's ids, with the BOS that the tokenizer adds but no EOS."""
+  """Returns a prompt's ids, with the tokenizer's BOS and without EOS."""
   ids = special_tokens_lib.encode(tokenizer, marked, True)
   bare = special_tokens_lib.encode(tokenizer, marked)
   bos = tokenizer.bos_token_id
