@@ -141,7 +141,7 @@ def _fit_prompt(
 ) -> TrainSettings:
   """Doubles data.max_prompt_length until the example's prompt fits.
 
-  Doubling keeps compiled sizes few. ValueError if the model lacks positions.
+  Doubling keeps the compiled sizes few. ValueError if the prompt is too long.
   """
   _, ids = prompts.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens

@@ -69,7 +69,7 @@ SETTINGS = section(
   hasty=_share(0.6, "arithmetic: share of texts without steps"),
   forget_low=_share(0.0, "arithmetic: share of carries lost at column sum 10"),
   forget_high=_share(0.0, "arithmetic: share of carries lost at column sum 19"),
-  difficulty_low=_count(2, "arithmetic: least number of operations"),
+  difficulty_low=_count(2, "arithmetic: smallest number of operations"),
   difficulty_high=setting(4, "arithmetic: largest number of operations"),
   tokenizer=setting(
     "characters", "tokenizer of a new model", ("characters", "bpe")

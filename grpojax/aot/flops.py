@@ -94,7 +94,7 @@ def _dot(i: Instruction, inside: Computation) -> int:
 
 
 def _custom_call(i: Instruction, inside: Computation) -> int:
-  """Counts the operations of a library's product; kernels state their own."""
+  """Counts a library product's operations, or reads a kernel's estimate."""
   stated = i.number(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
   if stated is not None:
     return stated

@@ -74,7 +74,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def quiet(steps: Sequence[Step]) -> tuple[list[Step], int]:
-  """Returns the steps within `QUIET` (all if none are), and how many are."""
+  """Returns (quiet steps, their number), or (all steps, 0) if none is quiet."""
   chosen = [step for step in steps if step.seconds["others"] < QUIET]
   return chosen or list(steps), len(chosen)
 

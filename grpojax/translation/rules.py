@@ -343,7 +343,7 @@ def model(origin: Origin, name: str) -> Items:
   """Translates the directory or name of the model."""
   if origin[name]:
     yield origin.setting("model.path", str(origin[name]), name)
-  else:  # an invalid name, not to train the default model
+  else:  # an invalid name, so the default model is not trained
     yield Setting("model.path", "give --config.model.path=MODEL")
     yield Note(name, "not in the file", missing=True, flag="model.path=MODEL")
 

@@ -36,7 +36,7 @@ _logged_errors: list[BaseException] = []  # by Orbax, about the save in flight
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-  """Returns False to hide Orbax's warnings, and logged errors it also raises.
+  """Log filter: False for Orbax's warnings, and for errors that it also raises.
 
   Records these errors in `_logged_errors`: if one of several processes cannot
   save its part, Orbax raises the error up to 20 minutes later.

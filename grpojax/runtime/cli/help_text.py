@@ -126,7 +126,7 @@ def _tables(
 ) -> list[str]:
   """Returns a Markdown table per section.
 
-  If a section contains a program in `known`, its table has only differences.
+  The table of a section that repeats a program in `known` has only differences.
   """
   lines = []
   whole = settings.sections(declared)

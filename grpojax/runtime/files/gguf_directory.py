@@ -161,7 +161,7 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
 
 
 def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
-  """Yields problems of tokenizer metadata; only the first one is reliable."""
+  """Yields problems of tokenizer metadata; only the first is reliable."""
   if (kind := values.get("model")) != "gpt2":
     yield f"has model={kind!r:.80}; only 'gpt2', byte-level BPE, is supported"
   if (rule := values.get("pre")) not in list(RULES):

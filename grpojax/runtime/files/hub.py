@@ -19,7 +19,7 @@ from grpojax.models import huggingface as hf
 from grpojax.runtime.processes import interrupts
 
 # Files of a model: its config.json, all except the weights, or all.
-CONFIG = ("config.json", hf.ADAPTER)  # to refuse adapters
+CONFIG = ("config.json", hf.ADAPTER)  # ADAPTER only to refuse adapters
 TEXTS = (*hf.COMPANIONS, hf.ADAPTER)
 WHOLE = (*TEXTS, "model*.safetensors", "model.safetensors.index.json")
 

@@ -345,7 +345,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-  """Raises a process's exception in all processes (elsewhere as ValueError).
+  """Raises one process's exception in all processes (others raise ValueError).
 
   Code inside the context must not wait for other processes.
   """

@@ -79,7 +79,7 @@ def _end_interrupted() -> NoReturn:
 
 
 def _on_ctrl_c(number: int, frame: types.FrameType | None) -> None:
-  """Handles Ctrl-C: KeyboardInterrupt in `main`, end of the program in imports.
+  """Handles Ctrl-C: raises KeyboardInterrupt in `main`; during imports, exits.
 
   C extensions crash, or raise other errors, if their import is interrupted.
   """
@@ -174,7 +174,7 @@ def handled(handler: Any, *numbers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(numbers: Iterable[int], error=None) -> Iterator[list[int]]:
-  """Yields a list that records signals; each raises `error` if given."""
+  """Yields a list that records signals; each signal raises `error`, if any."""
   arrived: list[int] = []
 
   def note(number: int, _: Any) -> None:

@@ -41,7 +41,7 @@ _MEMORY = 2**33  # limit in bytes for a worker's data
 _LEEWAY = 2.0  # seconds after a job's limit until an orphaned worker ends
 
 Answer = Callable[[Any], Iterable[Any]]  # maps a job to its JSON outcomes
-# Parses a JSON outcome; skips it by ValueError, TypeError or AttributeError.
+# Parses a JSON outcome; a ValueError, TypeError or AttributeError skips it.
 Parse = Callable[[Any], Any]
 
 
@@ -282,7 +282,7 @@ class Submission:
     self.jobs = jobs
     self.done: queue.SimpleQueue = queue.SimpleQueue()
     self.abandoned = False
-    self.lost = 0  # jobs lost in a row, approximate: no lock
+    self.lost = 0  # jobs lost in a row; approximate, because there is no lock
 
 
 def abandon(submissions: Sequence[Submission]) -> None:
@@ -301,7 +301,7 @@ class WorkerPool(contextlib.AbstractContextManager):
 
   def __init__(
     self,
-    module: ModuleType,  # defines `parse` and `prepare(setup)`, an `Answer`
+    module: ModuleType,  # defines `parse`, and `prepare(setup)` -> `Answer`
     setup: Any,  # JSON for `prepare`
     workers: int,  # number of processes; 0 does the jobs in this process
     longest: int = 2**16,  # limit of bytes of an answer
