@@ -185,7 +185,7 @@ def read(
   moved = [x.split(":")[-1] for x in functions if x.startswith(f"{code}:")]
   module, undefined = module_of(text, moved) if code and moved else ("", [])
   if undefined:
-    advice = f"used in {code}, but no top-level name of the script: define it"
+    advice = f"used in {code}, but undefined at the script's top level: add it"
     notes.append((", ".join(undefined), advice))
   for name in ("train_dataset", "eval_dataset"):
     unread.pop(name, None)

@@ -100,7 +100,7 @@ def _rewards(origin: Origin, name: str) -> Items:
     if "/" in function and ":" not in function:  # a model on the Hub
       yield Setting("reward.model", function, name)
       yield Setting("reward.model_weight", float(weight))
-      yield Note(name, f"{function!r}: use the path of at most one directory")
+      yield Note(name, f"{function!r}: set the directory of a single model")
       continue
     module, _, local = function.rpartition(".")
     if ":" not in function:
@@ -209,8 +209,8 @@ def _advantage(origin: Origin, name: str) -> Items:
     return
   yield origin.setting("advantage", advantages[scale], name)
   if scale == "batch":
-    text = "divides by the deviation of rewards minus their group's mean, in"
-    text += " TRL by the deviation of rewards, which is larger"
+    text = "divides by the standard deviation of rewards minus their group's"
+    text += " mean; TRL divides by the larger standard deviation of all rewards"
     yield Note(name, text)
 
 
@@ -400,12 +400,12 @@ ALWAYS = (
   *rules.ALWAYS,
   Note(
     "per_device_train_batch_size",
-    "batch_size is prompts on all devices; a step is a whole generation",
+    "batch_size counts prompts on all devices; a step is a generation",
   ),
-  Note("reward_funcs", "evaluations count right answers by the first function"),
+  Note("reward_funcs", "in evaluations the first function judges answers"),
   Note(
     "scale_rewards",
-    f"1e-6 is added to a deviation here, 1e-4 in TRL; {rules.OWN_ADVANTAGE}",
+    f"adds 1e-6 to a standard deviation, TRL 1e-4; {rules.OWN_ADVANTAGE}",
   ),
 )
 

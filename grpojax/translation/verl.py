@@ -113,8 +113,8 @@ def _warmup(origin: Origin, name: str) -> Items:
   updates = sizes.updates
   yield origin.setting("optim.warmup_steps", int(count) * updates, name)
   if int(count):
-    text = f"the rate rises with each of a step's {updates} updates, in verl"
-    yield Note(name, f"{text} once per step, from 0")
+    text = f"the rate rises at each of a step's {updates} updates; in verl it"
+    yield Note(name, f"{text} rises once per step, from 0")
 
 
 def _betas(origin: Origin, name: str) -> Items:
