@@ -147,7 +147,7 @@ def unwrap(text: str) -> str:
     for opens, closes in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
       if text.startswith(opens) and text.endswith(closes) and len(text) > 2:
         inside = text[len(opens) : -len(closes)]
-        # "$1$ or $2$" begins and ends with signs of different formulas.
+        # The first and last $ of "$1$ or $2$" belong to different formulas.
         text = text if opens in inside else inside
     around = _AROUND.match(text)
     if around and closing(text[around.end() :]) == len(text) - around.end() - 1:
