@@ -45,7 +45,7 @@ def exact_answer_ids(
         raise ValueError(
           f"the answer {text!r} cannot be compared on ids: it must have at most"
           f" max_answer_length = {max_answer_length} characters, each a token,"
-          " and contain no token of several characters; use exact_answer on text"
+          " and contain no multi-character token; use exact_answer on text"
         )
       answer[row, : len(text)] = [_code(0, character) for character in text]
     return {"answer": answer}
