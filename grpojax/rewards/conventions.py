@@ -6,7 +6,7 @@ The convention follows from a function's parameter names:
 |------------------------------------------|-----------------------------------|
 | prompts, completions or completion_ids   | TRL's `reward_funcs`              |
 | solution_str                             | verl's `compute_score`            |
-| otherwise, three of any name             | (prompt, completion, example)     |
+| three with other names                   | (prompt, completion, example)     |
 
 Arguments of TRL and verl are passed by keyword if the function has a parameter
 for them or `**kwargs`; options in `reward.options.FUNCTION` override columns.

@@ -22,9 +22,9 @@ def exact_answer_ids(
 ]:
   """Builds `exact_answer` on token ids; returns functions `(target, reward)`.
 
-  `target(example)` returns {"answer": int32 [2, A + 1]}, both spellings as
-  zero-padded `_code`s; A is `max_answer_length` in characters. The jittable
-  `reward(rollout, targets)` returns 1.0 or 0.0, [B, G].
+  `target(example)` returns {"answer": int32 [2, A + 1]}, the zero-padded codes
+  of both spellings; A is `max_answer_length`. The jittable `reward(rollout,
+  targets)` returns 1.0 or 0.0, [B, G].
 
   So that "####" in the text is "####" in the ids, "#" and each digit must be a
   token, and longer tokens must be whitespace, or have no "#", digit or

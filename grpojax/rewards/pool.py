@@ -168,7 +168,8 @@ class Pool(WorkerPool):
   ) -> GroupRewards:
     """Waits for submissions and returns their rewards as a single batch.
 
-    `check_signals` is called as in `results`; if it raises, all are abandoned.
+    `check_signals` is called as in `results`; if it raises, the pool abandons
+    all submissions.
     """
     # outcomes[submission][place][function]
     outcomes = {sent: collections.defaultdict(dict) for sent in submissions}

@@ -39,7 +39,7 @@ def evaluate(
   """Calls a function on completions of a prompt, with copies of the examples.
 
   Examples of data sets outside `sources` get None. A process that the function
-  forks ends when it returns from the function.
+  forks ends here.
   """
   if sources is not None and items[0][2].get(SOURCE) not in sources:
     return [Outcome(None)] * len(items)

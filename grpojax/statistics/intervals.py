@@ -79,11 +79,11 @@ def paired_difference(
   The interval is Student's, of the differences. Its width is 0 if they are all
   equal, so use `paired_proportions` for values 0 and 1. The p-value of the
   sign-flip permutation test (R. A. Fisher, 1935, "The Design of Experiments",
-  section 21) tells how often random signs make the sum of differences as
-  extreme. It is exact if `draws` is at least the number of sign patterns (by
-  default for up to 14 prompts that differ); if not, patterns are drawn, and it
-  is at least 2 / (1 + draws). ValueError if shapes differ, B < 2, or a value is
-  not finite.
+  section 21) is the share of random sign patterns that make the sum of
+  differences at least as extreme. It is exact if `draws` is at least the number
+  of sign patterns (by default for up to 14 prompts that differ); if not,
+  patterns are drawn, and it is at least 2 / (1 + draws). ValueError if shapes
+  differ, B < 2, or a value is not finite.
   """
   _check_pairs(a, b)
   differences = a.astype(np.float64) - b.astype(np.float64)
@@ -112,8 +112,8 @@ def paired_proportions(
   The interval is the adjusted Wald interval of A. Agresti and Y. Min (2005,
   Statistics in Medicine 24, 729-740), with half a prompt added to each cell of
   the 2 x 2 table. Unlike Student's, it has a width even if no prompts differ.
-  Its centre is closer to 0 than the difference. The p-value is McNemar's exact
-  one. ValueError if shapes differ, or B = 0.
+  The interval's centre is closer to 0 than the difference. The p-value is
+  McNemar's exact one. ValueError if shapes differ, or B = 0.
   """
   _check_pairs(a, b)
   n = len(a)

@@ -5,9 +5,9 @@ mixture). With them its probability is
 
     q_i = u r_i + (1 - u) r_i priority_i / sum_j r_j priority_j
 
-The uniform share u lets every prompt return. A batch of B rows has pi_i = B q_i
-rows of prompt i on average, at most `most`; systematic sampling (Madow, 1949)
-rounds this number up or down. With the importance weights
+The uniform share u lets every prompt return. A batch of B rows has on average
+pi_i = B q_i rows of prompt i, limited to `most`; systematic sampling (Madow,
+1949) rounds this number up or down. With the importance weights
 
     w_i = B r_i / pi_i  <=  1 / u
 

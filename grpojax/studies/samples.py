@@ -143,7 +143,7 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
 
 
 class Sampled(NamedTuple):
-  """Rewards and scores of a prompt's completions, one pool after the other."""
+  """Rewards and scores of a prompt's completions; pools follow each other."""
 
   rewards: np.ndarray  # [S]
   gram: np.ndarray  # [S, S], inner products of their scores
