@@ -212,7 +212,7 @@ def _without_names(answer: str, expected: str) -> tuple[str, str]:
 
 
 def _places(text: str, *marks: str) -> Iterator[int]:
-  """Yields the last `_ATTEMPTS` positions of all marks, beginning at the end."""
+  """Yields at most `_ATTEMPTS` positions of marks, beginning at the end."""
   last = {mark: text.rfind(mark) for mark in marks}
   for _ in range(_ATTEMPTS):
     mark = max(last, key=last.__getitem__)
