@@ -106,7 +106,7 @@ def blocks(
 
 
 def by_step(columns: Columns, name: str) -> dict[int, float]:
-  """Returns the values of a metric by step, if any."""
+  """Returns the values of a metric by step; {} for a missing metric."""
   return dict(zip(*columns.get(name, ((), ())), strict=True))
 
 

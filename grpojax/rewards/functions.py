@@ -1,4 +1,4 @@
-"""Reward functions by name, and their weighted sum.
+"""Loads reward functions by name, and sums their weighted rewards.
 
 A reward is a function `(prompt, completion, example) -> float | None` of two
 texts and a dict; None abstains. A name is one of `BUILT_IN`,

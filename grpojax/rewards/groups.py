@@ -1,4 +1,4 @@
-"""Rewards of groups of completions, from the texts of a rollout."""
+"""Computes the rewards of groups of completions from a rollout's texts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -153,7 +153,7 @@ def _open(directory: pathlib.Path, config: ConfigDict) -> None:
       )
   elif directory.exists() and any(directory.iterdir()):
     raise ValueError(
-      f"{directory} is not empty and not a study's: give a new --run_dir"
+      f"{directory} is not empty and holds no study: give a new --run_dir"
     )
   else:
     directory.mkdir(parents=True, exist_ok=True)

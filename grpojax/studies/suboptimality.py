@@ -97,7 +97,7 @@ def limit_covariance(curvature: Matrix, noise: Matrix, eta: float) -> Matrix:
 def chi_square_weights(curvature: Matrix, covariance: Matrix) -> Vector:
   """Returns half the eigenvalues of H^1/2 S H^1/2, in units of J.
 
-  They weight the chi-squares; their sum is the mean of the limit distribution.
+  These are the weights of chi2_1 in the limit; its mean is their sum.
   """
   h, basis = np.linalg.eigh(curvature)
   root = basis * np.sqrt(h)  # root root^T = H

@@ -6,9 +6,10 @@ exp(phi(x, y) . theta) over V one-token completions. The objective is
   J(theta) = E_x E_{y ~ pi_theta(. | x)}[Z],
   Z = r(x, y) - beta log(pi_theta(y | x) / pi_ref(y | x)),
 
-where x and the reference policy (theta = 0) are uniform. The penalty keeps
-every probability positive at the optimum, and Z still varies there, because
-there are fewer parameters than logits. Numpy functions compute in float64.
+where x is uniform, and so is the reference policy (theta = 0). The penalty
+keeps every probability positive at the optimum, and Z still varies there,
+because there are fewer parameters than logits. Numpy functions compute in
+float64.
 """
 
 import functools
