@@ -138,7 +138,7 @@ def write_row(
   new: Shaped[Array, "L B G K W"],
   slot: Int[Array, ""],
 ) -> Shaped[Array, "L B G K C W"]:
-  """Returns x with `new` at index `slot` of C; W is a multiple of 128."""
+  """Returns x with `new` at index `slot` of axis C; 128 divides W."""
   count, *_, slots, width = shape = x.shape
   x = x.reshape(count, -1, slots, width)
   new = new.reshape(count, -1, width)
