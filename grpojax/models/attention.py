@@ -229,9 +229,9 @@ def two_part_attention(
   # layout.
   if slots:
     per_row = q.shape[2] // slots.keys.shape[2]
-    keys, values, *scales = slots
-    axes = (cache.ROW_AXES,) * 2
-    parts = [_Keys(keys, values, slot_mask, axes, *scales)]
+    axes = "bgkec" if slots.columns else "bgkce", "bgkce"
+    scales = slots.key_scales, slots.value_scales
+    parts = [_Keys(slots.keys, slots.values, slot_mask, axes, *scales)]
   q = cpu.squeeze(q, _QUERY_AXES, unit)
   keys, values = (cpu.squeeze(x, cache.ROW_AXES, unit) for x in row)
   if row_mask.ndim == len(shape):

@@ -2,7 +2,7 @@
 
     row      [B, G, K, S, E]   tokens that pass through the layers
     slots    [B, G, K, C, E]   earlier tokens; slot i of C holds completion
-                               token i
+                               token i (on CPUs keys are [B, G, K, E, C])
     prompt   [B, K, P, E]      once per group
 
 Slots may hold 8-bit integers with scales [B, G, K, C] (`quantization`). Stacks
@@ -14,11 +14,13 @@ a row: slots [B, G, K/n, C, n E]. Queries then have zeros at other heads'
 channels (`attention.two_part_attention`).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -44,13 +46,21 @@ class KeysValues(NamedTuple):
   values: RowArray
 
 
-class Slots(NamedTuple):
-  """Cached keys and values of a layer or stack; 8-bit integers have scales."""
+@struct.dataclass
+class Slots:
+  """Cached keys and values of a layer or a stack; 8-bit ones have scales."""
 
   keys: Shaped[Array, "*layers B G K C E"]
   values: Shaped[Array, "*layers B G K C E"]
   key_scales: Float[Array, "*layers B G K C"] | None = None
   value_scales: Float[Array, "*layers B G K C"] | None = None
+  # True: keys are [*layers B G K E C], which XLA:CPU multiplies faster.
+  columns: bool = struct.field(pytree_node=False, default=False)
+
+  @property
+  def size(self) -> int:
+    """C, the number of slots."""
+    return self.values.shape[-2]
 
 
 class PromptKeysValues(NamedTuple):
@@ -64,11 +74,17 @@ Cache = tuple[Slots, ...]
 """Keys and values of the completions so far, of each stack of layers."""
 
 _AXES = None, "batch", "group", "kv_heads"
-_SLOT_AXIS = 4  # of keys, values and scales of a stack
 
 
-def _constrain(cache: Cache) -> Cache:
-  return jax.tree.map(lambda x: constrain(x, *_AXES), cache)
+def _map(function: Callable[..., Array], slots: Slots, *others: Any) -> Slots:
+  """Maps `function(axis of the slots, *arrays)` over the arrays of a stack."""
+  leaves = zip(*map(jax.tree.leaves, (slots, *others)), strict=True)
+  axes = 5 if slots.columns else 4, 4, 4, 4  # of keys, values and scales
+  mapped = [
+    constrain(function(axis, *arrays), *_AXES)
+    for axis, arrays in zip(axes, leaves, strict=False)
+  ]
+  return jax.tree.unflatten(jax.tree.structure(slots), mapped)
 
 
 def create(
@@ -91,11 +107,15 @@ def create(
   for count in layers:
     rows = count, batch, group_size
     shape = *rows, kv_heads // per_row, capacity, width
-    keys_values = [jnp.zeros(shape, stored) for _ in range(2)]
-    shape = *rows, kv_heads, capacity  # scales per head
-    scales = [jnp.zeros(shape, dtype) for _ in range(2)]
-    stacks.append(Slots(*keys_values, *(scales if in_8_bits else ())))
-  return _constrain(tuple(stacks))
+    keys = values = jnp.zeros(shape, stored)
+    if columns := platform == "cpu":
+      keys = keys.swapaxes(-2, -1)
+    scales = (
+      jnp.zeros((*rows, kv_heads, capacity), dtype) if in_8_bits else None
+    )
+    slots = Slots(keys, values, scales, scales, columns)
+    stacks.append(_map(lambda axis, x: x, slots))
+  return tuple(stacks)
 
 
 def _heads_per_row(kv_heads: int, head_dim: int) -> int:
@@ -127,7 +147,8 @@ def side_by_side(
 
 def grow(cache: Cache, slots: int) -> Cache:
   """Adds room for more tokens."""
-  return _constrain(jax.tree.map(lambda x: pad(x, _SLOT_AXIS, slots), cache))
+  longer = lambda axis, x: pad(x, axis, slots)
+  return tuple(_map(longer, stack) for stack in cache)
 
 
 def map_rows(
@@ -135,7 +156,9 @@ def map_rows(
 ) -> Cache:
   """Applies a function of arrays [B, G, ...] to each layer of a cache."""
   mapped = jax.vmap(function)  # layer by layer
-  return _constrain(jax.tree.map(mapped, cache, *others))
+  function = lambda axis, *arrays: mapped(*arrays)
+  stacks = zip(cache, *others, strict=True)
+  return tuple(_map(function, *same_stack) for same_stack in stacks)
 
 
 def map_prompts(
@@ -169,52 +192,54 @@ def write(
   """
   real = (last[..., 0] == last[..., 0]) & (positions >= 0)  # False on NaN
   # Slots out of range are dropped.
-  at = jnp.where(real, positions, cache[0].values.shape[_SLOT_AXIS])
-  if cache[0].key_scales is not None:
-    # (integers, scales) of keys and of values -> integers and scales of both
-    pairs = (zip(*map(quantize, x), strict=True) for x in tokens)
-    tokens = tuple(Slots(*integers, *scales) for integers, scales in pairs)
+  at = jnp.where(real, positions, cache[0].size)
 
-  def write_one(slots, new):
-    if slots.shape[3] < new.shape[3]:  # scales have an entry per head
+  def write_one(axis, slots, new):
+    if slots.shape[3] < new.shape[3]:  # keys and values, not scales
       new = side_by_side(new, new.shape[3] // slots.shape[3])
-    return _on_devices(_put)(slots, new.astype(slots.dtype), at)
+    return _on_devices(functools.partial(_put, axis), slots, new, at)
 
-  leaves = zip(*map(jax.tree.leaves, (cache, tokens)), strict=True)
-  written = [write_one(*pair) for pair in leaves]
-  return _constrain(jax.tree.unflatten(jax.tree.structure(cache), written))
+  written = []
+  for slots, new in zip(cache, tokens, strict=True):
+    if slots.key_scales is not None:
+      # (integers, scales) of keys and of values -> integers and scales of both
+      integers, scales = zip(*map(quantize, new), strict=True)
+      new = *integers, *scales
+    written.append(_map(write_one, slots, new))
+  return tuple(written)
 
 
 def _put(
-  slots: Shaped[Array, "L B G K C ..."],
+  axis: int,
+  slots: Shaped[Array, "L B G K ..."],
   new: Shaped[Array, "L B G K S ..."],
   at: Int[Array, "B G S"],
 ) -> Array:
   """Writes S tokens of each row at its own slots; slot C is dropped."""
   b, g, _ = at.shape
   prompt = jnp.arange(b)[:, None, None]
-  sample = jnp.arange(g)[:, None]
+  sample = jnp.arange(g)[None, :, None]
   # The indexed axes come first: [B, G, S, L, K, ...].
-  new = jnp.moveaxis(new, (1, 2, _SLOT_AXIS), (0, 1, 2))
-  return slots.at[:, prompt, sample, :, at].set(new, mode="drop")
+  new = jnp.moveaxis(new.astype(slots.dtype), (1, 2, 4), (0, 1, 2))
+  whole = slice(None)
+  index = whole, prompt, sample, *[whole] * (axis - 3), at
+  return slots.at[index].set(new, mode="drop")
 
 
-def _on_devices(write: Callable[..., Array]) -> Callable[..., Array]:
-  """Makes each device of the mesh write its own rows."""
-
-  def run(slots, new, at):
-    mesh = jax.sharding.get_abstract_mesh()
-    if not free_axes(mesh):
-      return write(slots, new, at)
-    spec = activation_spec(mesh, slots.shape, _AXES)
-    return jax.shard_map(
-      write,
-      in_specs=(spec, spec, P(*spec[1:3])),
-      out_specs=spec,
-      axis_names=set(free_axes(mesh)),
-    )(slots, new, at)
-
-  return run
+def _on_devices(
+  write: Callable[..., Array], slots: Array, new: Array, at: Array
+) -> Array:
+  """Makes each device of the mesh in context, if any, write its own rows."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if not free_axes(mesh):
+    return write(slots, new, at)
+  spec = activation_spec(mesh, slots.shape, _AXES)
+  return jax.shard_map(
+    write,
+    in_specs=(spec, spec, P(*spec[1:3])),
+    out_specs=spec,
+    axis_names=set(free_axes(mesh)),
+  )(slots, new, at)
 
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:

@@ -102,7 +102,7 @@ def _next_context(
 ) -> TokenContext:
   """Returns the context of the next tokens of rows with `start` tokens."""
   _, prompt_mask = prefix.state
-  slots = jnp.arange(cache[0].values.shape[-2])[None, None]
+  slots = jnp.arange(cache[0].size)[None, None]
   if ROPE in params:  # positions of padding may be out of range
     look_up = lambda x: jnp.take(x, positions, axis=0, mode="clip")
     tables = jax.tree.map(look_up, params[ROPE])

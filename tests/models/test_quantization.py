@@ -88,7 +88,7 @@ def test_int8_rollouts_sample_the_policy_with_rounded_matrices(tiny, changes):
 
 def map_slots(function, cache):
   """Maps a function of `Slots` over a cache."""
-  return tuple(function(*slots) for slots in cache)
+  return tuple(function(slots) for slots in cache)
 
 
 def plain(cache):
