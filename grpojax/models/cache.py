@@ -15,6 +15,7 @@ channels (`attention.two_part_attention`).
 """
 
 import functools
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class KeysValues(NamedTuple):
   values: RowArray
 
 
+@typing.no_type_check
 @struct.dataclass
 class Slots:
   """Cached keys and values of a layer or a stack; 8-bit ones have scales."""

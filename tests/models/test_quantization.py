@@ -86,27 +86,26 @@ def test_int8_rollouts_sample_the_policy_with_rounded_matrices(tiny, changes):
   assert mismatch(lm, params, samples) > 1e-3  # the trainer's
 
 
-def map_slots(function, cache):
-  """Maps a function of `Slots` over a cache."""
-  return tuple(function(slots) for slots in cache)
-
-
 def plain(cache):
-  return map_slots(
-    lambda keys, values, key_scales, value_scales: cache_lib.Slots(
-      keys * key_scales[..., None], values * value_scales[..., None]
-    ),
-    cache,
-  )
+  """Returns an 8-bit cache as floats."""
+
+  def dequantized(slots):
+    axis = -2 if slots.columns else -1  # of the channels
+    keys = slots.keys * jnp.expand_dims(slots.key_scales, axis)
+    values = slots.values * slots.value_scales[..., None]
+    return cache_lib.Slots(keys, values, columns=slots.columns)
+
+  return tuple(map(dequantized, cache))
 
 
 def round_cache(cache):
   """Rounds a float32 cache by NumPy, per token and head."""
-  return map_slots(
-    lambda keys, values, *_: cache_lib.Slots(
-      rounded(keys, -1), rounded(values, -1)
-    ),
-    cache,
+  return tuple(
+    slots.replace(
+      keys=rounded(slots.keys, -2 if slots.columns else -1),
+      values=rounded(slots.values, -1),
+    )
+    for slots in cache
   )
 
 
