@@ -287,7 +287,7 @@ def make_step(lm, tx):
 
 
 def fit(config: ConfigDict, lm, params, stream):
-  """Trains; returns the parameters and rows {"step": ..., "loss": ...}."""
+  """Trains a model; returns parameters and rows {"step": ..., "loss": ...}."""
   tx = make_tx(config)
   opt_state = tx.init(params)
   step = make_step(lm, tx)

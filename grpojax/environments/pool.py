@@ -30,8 +30,8 @@ class EnvironmentPool(workers_lib.WorkerPool):
   """Worker pool for an environment of `conventions.resolve`; use it in `with`.
 
   With 0 `workers` it runs in this process, so a crash ends the program.
-  `timeout` is in seconds per step. For a class the limit grows with the actions
-  so far, because a new worker has to play them again.
+  `timeout` is in seconds per step. If the environment is a class, the limit
+  grows with the actions so far, because a new worker has to play them again.
 
   Attributes:
     tools: JSON schemas of the tools, for the chat template.

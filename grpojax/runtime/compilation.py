@@ -14,8 +14,8 @@ import jax
 
 from grpojax.runtime.files import disk
 
-LONG = ("sample", "diagnose", "update", "step")  # announced programs
-MOST_BYTES = 4 * 2**30  # limit of the cache when a program starts
+LONG = ("sample", "diagnose", "update", "step")  # slow to compile, so announced
+MOST_BYTES = 4 * 2**30  # limit of the cache's size, applied at the start
 
 _listeners: list[Callable[[str], None]] = []
 
@@ -70,7 +70,7 @@ def _warn_once() -> None:
 
 
 def keep() -> None:
-  """Makes JAX store compiled programs in the user's cache, and limits its size.
+  """Makes JAX store compiled programs in the user's cache, up to `MOST_BYTES`.
 
   JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=0 take precedence.
   JAX's own size limit is not used: after a kill its lock would stay forever.
