@@ -19,7 +19,7 @@ from grpojax.runtime.processes.workers import Job, Submission
 
 Call = Sequence[Any]
 """Name and arguments of a function: ("reset", example, seed), ("step", state,
-action, example, seed) or, with `ends` of a pool, ("end", state, example, seed).
+action, example, seed) or, if a pool has `ends`, ("end", state, example, seed).
 """
 
 _LONGEST = 2**24  # maximum bytes of an answer, whose JSON may be escaped

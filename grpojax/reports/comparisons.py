@@ -24,7 +24,7 @@ from grpojax.statistics.group_size import Components, mse_curve
 from grpojax.statistics.intervals import paired_difference, paired_proportions
 
 Answers = Mapping[int, tuple[str, str]]
-"""Evaluations by step: hash of the problems, and "1" per right answer."""
+"""Evaluations by step: hash of the problems, and "1" or "0" per answer."""
 Rows = Sequence[Mapping[str, Any]]
 
 

@@ -82,7 +82,7 @@ class _Script(NamedTuple):
   def names(self, node: ast.AST, kind: type, file: pathlib.Path) -> list[str]:
     """Lists functions or classes as "FILE.py:name" or "module:name".
 
-    Texts are kept. ValueError for other expressions.
+    Strings stay as they are. ValueError for other expressions.
     """
     known = dict(self.imported)
     for name, definition in self.definitions.items():

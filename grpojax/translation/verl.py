@@ -118,7 +118,7 @@ def _warmup(origin: Origin, name: str) -> Items:
 
 
 def _betas(origin: Origin, name: str) -> Items:
-  """Translates the decay rates of AdamW."""
+  """Translates beta1 and beta2 of AdamW."""
   first, second = origin[name]
   yield origin.setting("optim.b1", first, name)
   yield origin.setting("optim.b2", second, name)

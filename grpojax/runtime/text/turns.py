@@ -167,7 +167,7 @@ class TurnEncoder:
     return ids[1:] if ids[:1] == [self.tokenizer.eos_token_id] else encode(tail)
 
   def _cut(self, observation):
-    """Cuts an observation over `max_observation` tokens, and adds `MARK`."""
+    """Shortens an observation to `max_observation` tokens, and adds `MARK`."""
     is_text = isinstance(observation, str)
     most = self.max_observation
     texts = [observation] if is_text else [m["content"] for m in observation]
