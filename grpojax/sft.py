@@ -230,7 +230,7 @@ def texts(
 
 
 def make_tx(config: ConfigDict) -> optax.GradientTransformation:
-  """Returns Muon (Jordan et al. 2024) for layers' matrices, AdamW for the rest.
+  """Returns Muon (Jordan et al. 2024) for layers' matrices, otherwise AdamW.
 
   Both have a linear warmup and a cosine decay to 1% of the peak.
   """

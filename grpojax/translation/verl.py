@@ -309,7 +309,7 @@ _ROWS = {  # names without a leading "actor_rollout_ref."
   "model.lora_alpha": Row(16, "lora.alpha", when=[f"{MODEL}.lora_rank"]),
   "model.target_modules": Row("all-linear", rules.lora_targets),
   "model.enable_gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
-  "ref.fsdp_config.param_offload": Row(  # the full KL needs a device reference
+  "ref.fsdp_config.param_offload": Row(  # full KL needs a reference on devices
     False,
     "model.reference",
     lambda x, t: "host" if x and t[KL_TYPE] != "full" else None,

@@ -32,7 +32,7 @@ _ADVICE = (
 )
 _METADATA = "_CHECKPOINT_METADATA"
 _POLL = 1.0  # seconds between two checks for a failed save
-_logged_errors: list[BaseException] = []  # by Orbax, about the save in flight
+_logged_errors: list[BaseException] = []  # errors of the save in flight
 
 
 def _is_shown(record: logging.LogRecord) -> bool:

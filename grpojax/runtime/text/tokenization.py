@@ -89,7 +89,7 @@ def load(path: str | os.PathLike) -> Any:
 
 
 def _check_size(path: pathlib.Path, tokenizer: Any, size: int) -> None:
-  """Raises ValueError for tokens with ids >= `size`; warns of added tokens."""
+  """Raises ValueError if ids are >= `size`; for added tokens, only warns."""
   beyond = {i: x for x, i in tokenizer.get_vocab().items() if i >= size}
   used = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
   added = tokenizer.added_tokens_decoder.keys() - {*used}
