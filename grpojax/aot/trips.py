@@ -11,7 +11,7 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 State = dict[int, int]
 """Known elements of a loop's state, by index."""
 
-MOST = 2**20  # iterations to follow
+MOST = 2**20  # maximum number of iterations to follow
 _KNOWN = r'"known_trip_count":\{"n":"(\d+)"\}'
 _SAME = ("copy", "bitcast", "convert", "reshape", "opt-barrier")
 _ARITHMETIC = {"add": operator.add, "subtract": operator.sub}

@@ -22,12 +22,12 @@ from grpojax.core.decoding.sampling import NEGATIVE, Parts, share_below
 from grpojax.models.cache import LANES
 
 _ROWS = 256  # maximum rows per step; draws do not depend on it
-_BYTES = 2**23  # of VMEM for weights and logits of a part
+_BYTES = 2**23  # bytes of VMEM for weights and logits of a part
 _NEW = 2**15  # maximum new numbers per step: 1 MiB of bfloat16 tiles
 
 
 def _width(head: Shaped[Array, "D V"]) -> int:
-  """Returns the number of tokens per part, a multiple of LANES."""
+  """Returns the number of the head's columns per part, a multiple of LANES."""
   depth, columns = head.shape
   itemsize = max(head.dtype.itemsize, 2)  # integers are converted
   most = _BYTES // (2 * itemsize * depth + 8 * _ROWS)

@@ -33,7 +33,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 
 def _tile_rows(count: int, groups: int) -> int:
-  """Returns the rows per tile: a power of two near the mean length of a run."""
+  """Returns the rows per tile: a power of two near the mean rows per matrix."""
   mean = max(count // groups, 1)
   return min(ROWS, max(LEAST, 1 << (mean - 1).bit_length()))
 

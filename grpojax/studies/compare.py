@@ -156,7 +156,7 @@ def _unreadable(config: ConfigDict) -> list[str]:
 
 
 def _budget(run: TrainSettings) -> tuple[tuple[int, int], set[float]]:
-  """Returns (completions, problems), and times of evaluations in [0, 1]."""
+  """Returns (completions, evaluation problems), and times of evaluations."""
   samples = run.steps * batches.samples_per_step(run)
   evaluations = range(run.eval.every, run.steps, run.eval.every)
   return (samples, run.eval.num_prompts), {x / run.steps for x in evaluations}
@@ -256,7 +256,7 @@ def table(
 
 
 def draw(axes, config: ConfigDict, rows, tuned: Tuned, lines, name) -> None:
-  """Draws rewards by step, by learning rate if several, and the differences.
+  """Plots rewards by step, by learning rate if several, and the differences.
 
   `rows` are from curves.csv, `lines` from results.csv.
   """

@@ -307,8 +307,8 @@ def mean_over_prompts(
   A prompt's variance is jackknifed (R. G. Miller, 1974), which for U-statistics
   is never biased downwards (B. Efron and C. Stein, 1981). Blocks and
   projections err independently, so their variances add up; the interval is
-  Student's. By Welch and Satterthwaite its degrees of freedom are at least the
-  smaller of both numbers.
+  Student's. Its degrees of freedom follow Welch and Satterthwaite, each
+  prompt with the smaller of blocks - 1 and projections - 1.
   """
   degrees = [without.shape[-1] - 1 for without in replicates]
   each = zip(replicates, degrees, strict=True)
