@@ -73,7 +73,7 @@ class _Walk(NamedTuple):
   """State of the walk through a program, at a computation."""
 
   module: Module
-  token_loop_trips: int  # iterations of loops whose number is unknown
+  token_loop_trips: int  # iterations of a loop of unknown length
   trips: int  # runs of the computation
   token_loops: list[str]  # output: op_names of token loops
   chains: set[str]  # output: ids of collectives that have several parts

@@ -77,7 +77,7 @@ def _convolution(i: Instruction, inside: Computation) -> int:
 
 
 def _dot(i: Instruction, inside: Computation) -> int:
-  """Counts a product's operations; a ragged row has a single matrix.
+  """Counts a product's operations; ragged rows only use their group's matrix.
 
   The gradient with respect to the matrices sums over the rows; its first
   dimension is the group.

@@ -99,7 +99,7 @@ def turn_advantages(
   # Each turn is compared with the same turn of the group's other samples.
   advantages = minus_others(to_go)
   if credit == "turn_reached":
-    # A turn that no other sample has gets the baseline 0, so R_ik itself.
+    # A turn that no other sample has gets baseline 0: the advantage is R_ik.
     count = jnp.sum(present(to_go), axis=-1, keepdims=True)
     alone = present(to_go) & (count == 1)
     advantages = jnp.where(alone, to_go, advantages)

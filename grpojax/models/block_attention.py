@@ -208,7 +208,7 @@ def _forward(settings, q, row, prompt, visibility):
         # Mask again: until a key is visible, all logits equal the largest.
         weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
         rescale = jnp.exp(top - new_top)
-        # The rounded weights are summed: an average of equal values is exact.
+        # Rounded weights are summed, to make an average of equal values exact.
         weights = rounded(weights, q.dtype)
         added = jnp.sum(weights.astype(jnp.float32), axis=-1, keepdims=True)
         total = total * rescale + added

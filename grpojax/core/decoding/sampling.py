@@ -18,7 +18,7 @@ FORMATS = ("model", "int8")
 """Formats of a rollout's weights and cache."""
 
 NEGATIVE = -1e30
-"""Logit of tokens that are never drawn: finite, so that 0 times it is 0."""
+"""Logit of tokens that are never drawn: finite, because 0 * -inf is nan."""
 
 
 @frozen_options
@@ -155,8 +155,8 @@ def transform_logits(
 def _blocks(vocab_size: int) -> int:
   """Returns the number of blocks in which a vocabulary is searched.
 
-  It is the divisor of `vocab_size` nearest to its square root, among multiples
-  of gcd(vocab_size, 16): devices have whole blocks of a sharded vocabulary.
+  It is the divisor of `vocab_size` nearest to its root, among the multiples of
+  gcd(vocab_size, 16): a device has whole blocks if the vocabulary is sharded.
   """
   even = math.gcd(vocab_size, 16)
   multiples = range(even, vocab_size + 1, even)
