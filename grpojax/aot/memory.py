@@ -151,7 +151,7 @@ def _read_elements(
     if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
       total += user.shapes[0].elements
     elif user.opcode in _IN_PLACE and position == 0:
-      # An update in place does not read the array; others read all of it.
+      # An update in place does not read the array; other users read all of it.
       if not exact or user.name not in in_place:
         return math.inf
     elif user.opcode in _MAPPED and not user.is_root:

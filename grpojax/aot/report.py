@@ -81,7 +81,7 @@ def part_flops(run: programs.Run) -> dict[str, float]:
   """Counts the operations of each part of a step with full-length completions.
 
   Operations per token and parameter: 2 in a forward pass, 6 in training, 4 if
-  frozen under adapters. Without attention, adapters, and the head on prompts.
+  frozen under adapters. Not counted: attention, adapters, the head on prompts.
   """
   model = run.model
   settings = run.settings

@@ -82,8 +82,8 @@ def trip_count(
   """Counts the iterations of a `while` of `computation`.
 
   XLA:CPU and XLA:GPU write known_trip_count. For XLA:TPU the loop's counter is
-  followed until the condition is false; this is an upper bound if the condition
-  has other parts. `outer` has the constants of the loop around this one.
+  followed until the condition is false: an upper bound if the condition also
+  depends on unknown values. `outer` has the enclosing loop's constants.
   """
   body = module.called(loop, "body")
   condition = module.called(loop, "condition")

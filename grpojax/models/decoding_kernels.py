@@ -35,7 +35,7 @@ def _width(head: Shaped[Array, "D V"]) -> int:
 
 
 def _draw_part(columns, logits_of, hidden, head, scales, masks, uniform, out):
-  """Draws a token from a part for each row of a block.
+  """Draws a token from one part, for each row of a block.
 
   The first four rows of out [1, 8, rows] are the largest logit, the sum of
   exp(logit - largest), the drawn column and its logit.

@@ -109,8 +109,7 @@ def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
 def _over_mesh(function, q, row, prompt, seen, *outputs, gradients=False):
   """Calls `function(sums, q, ...)` on each device, with its rows and heads.
 
-  `sums` is a pair: the mesh axes that split q but not the row's keys, and those
-  that split q but not the prompt's.
+  `sums` is a pair: mesh axes that split q but not row, and q but not prompt.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.axis_names:
@@ -220,7 +219,7 @@ def kernel_attention(
 def is_usable(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
   """Returns True if the mesh lets kernels run (`meshes.runs_kernels`).
 
-  TPUs also need rows that fit in memory, and another dtype than float16.
+  TPUs also need rows that fit in memory, and a dtype other than float16.
   """
   if platform != "tpu":
     return runs_kernels()

@@ -68,7 +68,7 @@ def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   `(directions, *arguments of make_score) -> [n, V, d]`, with d outputs of all
   matrices. Let S and T [in, out] be a matrix's gradients for two completions. A
   vector a [in] of independent signs has E[a a^T] = 1, so a S . a T is an
-  unbiased estimate of S . T; there are V such vectors (`random_directions`). a
+  unbiased estimate of S . T; `random_directions` draws V of them. The product a
   S is the gradient with respect to B in W + A B at A = a, B = 0, so the
   gradient of a whole matrix is never formed. Embeddings and norms are left out.
   """

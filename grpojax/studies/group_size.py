@@ -199,7 +199,7 @@ def table(config: ConfigDict, rows: study.Rows) -> list[dict[str, Any]]:
 
   The reward of fresh samples for new prompts at every step estimates the
   objective itself. Runs of the same seed share first samples, so intervals are
-  of differences from the mean of the fixed sizes with this seed.
+  of a run's difference from the mean of the fixed-size runs with its seed.
   """
   sizes = _sizes(config)
   table_rows = []

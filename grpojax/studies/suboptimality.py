@@ -149,7 +149,7 @@ def distances(
 
 
 def null_bands(quantiles: Quantiles, size: int) -> tuple[float, float]:
-  """Returns 95% quantiles of `distances` of `size` draws from the limit."""
+  """Returns 95% quantiles of `distances` between the limit and `size` draws."""
   rng = np.random.default_rng(1)
   samples = rng.choice(quantiles, size=(200, size))
   apart = [distances(sample, quantiles) for sample in samples]

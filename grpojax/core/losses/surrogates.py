@@ -113,7 +113,7 @@ def clipped(
 def _clip(
   x: Tokens, advantages: Tokens, low: float | int, high: float | int
 ) -> tuple[Tokens, Aux]:
-  """Clips x on the side to which its advantage moves it; also returns logs."""
+  """Clips x on the side to which its advantage moves it; adds metrics."""
   below = (x < low) & (advantages < 0)
   above = (x > high) & (advantages > 0)
   bounded = jnp.where(above, high, jnp.where(below, low, x))
