@@ -46,7 +46,7 @@ class UpdateOptions:
   micro_batches: int = one_or_more(
     1,
     "parts of a minibatch, whose gradients are summed to save memory; packing "
-    "may use fewer parts that are not larger",
+    "can need fewer, none of them larger",
   )
   max_grad_norm: float = option(
     math.inf,
