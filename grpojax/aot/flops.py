@@ -1,7 +1,7 @@
 """Counts the floating-point operations of matrix products.
 
-A multiplication and an addition count as two. Other operations are bounded by
-memory traffic in these models, which `aot/memory.py` counts.
+A multiplication and an addition count as two. In these models the time of other
+operations is bounded by memory traffic, which `aot/memory.py` counts.
 """
 
 import functools
@@ -77,9 +77,9 @@ def _convolution(i: Instruction, inside: Computation) -> int:
 
 
 def _dot(i: Instruction, inside: Computation) -> int:
-  """Counts a product's operations; a ragged row only meets its group's matrix.
+  """Counts a product's operations; ragged rows only use their group's matrix.
 
-  The gradient with respect to the matrices contracts the rows; its first
+  The gradient with respect to the matrices sums over the rows; its first
   dimension is the group.
   """
   lhs = _dims(i, inside, 0)

@@ -80,8 +80,8 @@ def compile_part(
 def part_flops(run: programs.Run) -> dict[str, float]:
   """Counts the operations of each part of a step with full-length completions.
 
-  Per token a parameter takes 2 in a forward pass, 6 in training, 4 if frozen
-  under adapters. Prompts skip the head. Attention and adapters do not count.
+  Operations per token and parameter: 2 in a forward pass, 6 in training, 4 if
+  frozen under adapters. Not counted: attention, adapters, the head on prompts.
   """
   model = run.model
   settings = run.settings
@@ -213,7 +213,7 @@ def report(run: programs.Run, machine: Machine) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-  """Aligns rows of a title and cells in columns; returns lines."""
+  """Formats rows (title, *cells) as lines with aligned columns."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines = []
   for title, *cells in rows:

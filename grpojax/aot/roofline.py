@@ -18,7 +18,7 @@ between slices; and the overlap of products, copies and sending.
 
 XLA:TPU annotates most instructions with its own estimate in cycles, which
 includes the vector unit and VMEM. `Estimate.by_cycles` is their sum. If a
-device has two cores, they share the cycles, unless it would exceed its peak.
+device has two cores, the time is halved, unless this would exceed the peak.
 
 Measured times lie between the two estimates (tests/aot/test_roofline.py).
 """

@@ -5,7 +5,7 @@
 The first runs[0] rows are multiplied by matrix 0, the next runs[1] rows by
 matrix 1, and so on; the result is undefined in rows after the last run.
 
-On TPUs `jax.lax.ragged_dot` is a kernel that multiplies only each run's tiles.
+On TPUs `jax.lax.ragged_dot` is a kernel that only computes each run's tiles.
 XLA:GPU (jax 0.10) multiplies all rows with all matrices: X times the operations
 and the memory. So GPUs have Pallas kernels here (Triton), in which a program
 multiplies a tile of a run.
@@ -33,7 +33,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 
 def _tile_rows(count: int, groups: int) -> int:
-  """Returns the rows per tile: a power of two near the mean length of a run."""
+  """Returns the rows per tile: a power of two near the mean rows per matrix."""
   mean = max(count // groups, 1)
   return min(ROWS, max(LEAST, 1 << (mean - 1).bit_length()))
 

@@ -31,7 +31,7 @@ from grpojax.models.config import parameter_shapes as parameter_shapes
 from grpojax.models.cpu import matmul
 from grpojax.models.layer_stacks import last_layers as last_layers
 
-LARGE = 4096  # smallest vocabulary that TPUs draw from without logits
+LARGE = 4096  # minimum size for TPUs to draw without storing logits
 
 
 def _gap_mask(config: TransformerConfig) -> Bool[Array, "V"] | None:
