@@ -122,8 +122,9 @@ def _instruction(
   return InstructionCost(
     flops=flops.flops(inside, i),
     bytes=memory.hbm_bytes(inside, shapes, repeated),
-    # XLA gives some copies on tpu7x 2^63 - 1 cycles.
-    cycles=cycles if cycles < 2**40 else 0,
+    # XLA gives some copies on tpu7x 2^63 - 1 cycles, and ragged products those
+    # of all rows with all matrices.
+    cycles=cycles if cycles < 2**40 and flops.RAGGED not in i.attributes else 0,
     collectives=sent,
     **runs,
   )

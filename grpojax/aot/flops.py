@@ -13,6 +13,9 @@ import numpy as np
 
 from grpojax.aot.hlo import Computation, Instruction
 
+# Attribute of XLA:TPU's ragged products, except older versions' Mosaic kernels.
+RAGGED = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
+
 
 def _dims(i: Instruction, inside: Computation, operand: int) -> tuple[int, ...]:
   return inside.instructions[i.operands[operand]].shapes[0].dims
@@ -129,7 +132,7 @@ def flops(inside: Computation, instruction: Instruction) -> int:
   computed twice but counted once.
   """
   total = 0
-  ragged = "ITERATION_SKIPPER_MODE_GROUP_STARTS" in instruction.attributes
+  ragged = RAGGED in instruction.attributes
   for i in inside.instructions.values():
     if i.opcode in _COUNTS:
       count = _COUNTS[i.opcode](i, inside)

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterable
 
 from grpojax.aot.hlo import Computation, Instruction, Module, Shape
-from grpojax.models.moe import ONE_OF
 
 # Instructions that only name or arrange values, or run other computations.
 FREE = frozenset(
@@ -176,13 +175,6 @@ def hbm_bytes(
   """
   parameters = inside.parameters
   root = inside.root
-  # A kernel reads one layer of a stack of matrices, its largest parameter.
-  if stack := root.number(rf"{ONE_OF}(\d+).*custom_call_config"):
-    # An upper bound, as experts without tokens are not read.
-    matrices = max(parameters, key=lambda p: p.shapes[0].elements)
-    size = _hbm(matrices.shapes)
-    whole = sum(_hbm(p.shapes) for p in parameters) + _hbm(shapes)
-    return whole - (size - size // stack)
   stated = root.number(r'"bytes_accessed":"(\d+)"')
   if stated is not None:
     return stated

@@ -150,6 +150,15 @@ def test_missing_plugin_is_explained(monkeypatch, name, error, remedy):
     topology.machine(name)
 
 
+def test_another_libtpu_is_reported(monkeypatch):
+  required = ["numpy>=2", 'libtpu==0.0.42.*; extra == "tpu"']
+  monkeypatch.setattr(topology.metadata, "requires", lambda _: required)
+  for version, reported in (("0.0.42.1", False), ("0.0.420", True)):
+    monkeypatch.setattr(topology.metadata, "version", lambda _, v=version: v)
+    assert bool(topology.libtpu_warning("v5e:2x2")) == reported
+    assert topology.libtpu_warning("h100:8") == ""
+
+
 def test_eos_ids_and_invalid_models(tmp_path):
   """Training reads the EOS ids with the tokenizer."""
   hf_config = programs.hf.read_config("arithmetic-base")
