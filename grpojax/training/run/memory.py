@@ -32,8 +32,6 @@ class Part(NamedTuple):
   settings: tuple[str, ...]  # settings or flags that determine the size
 
 
-LOGITS_SHARE = 0.1  # of an accelerator's memory, at most
-
 Phases = dict[str, list[Part]]
 """Parts that are in memory at the same time, per phase of a program."""
 
@@ -156,12 +154,12 @@ def with_logits_chunk(
   """Replaces logits_chunk = 0 by a size for an accelerator of `limit` bytes.
 
   It is the largest power of 2 whose logits, probabilities and gradients take at
-  most `LOGITS_SHARE`, as each chunk reads and writes the head's gradient.
+  most a tenth of it, as each chunk reads and writes the head's gradient.
   """
   optim = settings.optim
   chunk = optim.update.chunk_size or logprobs.CHUNK
   if limit is not None and not optim.update.chunk_size:
-    most = int(LOGITS_SHARE * limit) // (3 * 4 * model.vocab_size)
+    most = limit // (10 * 3 * 4 * model.vocab_size)
     chunk = 2 ** (max(most, 1).bit_length() - 1)
   update = dataclasses.replace(optim.update, chunk_size=chunk)
   optim = dataclasses.replace(optim, update=update)
