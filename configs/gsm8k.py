@@ -42,7 +42,6 @@ def get_config() -> ConfigDict:
   config.sampling.compact = False
   config.sampling.temperature = 1.0
   config.sampling.top_p = 1.0
-  config.logits_chunk = 512
   config.reward.functions = ("math_answer",)
   config.reward.weights = (1.0,)
   # The unbiased gradient: leave-one-out advantages, tokens summed.

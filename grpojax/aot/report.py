@@ -196,6 +196,7 @@ def report(run: programs.Run, machine: Machine) -> dict[str, Any]:
   result = {
     "fits": fits,
     "topology": machine.name,
+    "logits_chunk": run.settings.optim.update.chunk_size,
     "mesh": mesh | {"sampling_tensor": sampling_tensor},
     "device_memory_bytes": memory,
     "pool_bytes": int(machine.chip.pool * memory),
@@ -260,6 +261,7 @@ def lines(result: dict[str, Any]) -> list[str]:
   row("seconds to compile", lambda p: f"{p['compile_seconds']:.0f}")
   mesh = " ".join(f"{k}={v}" for k, v in result["mesh"].items())
   title = f"{result['topology']}, mesh {mesh}"
+  title += f", logits_chunk {result['logits_chunk']}"
   warnings = filter(None, [result["warning"]])
   return [title, "", *table(rows), "", *warnings, *_verdict(result)]
 

@@ -54,7 +54,9 @@ class UpdateOptions:
     within="(0, inf]",
   )
   chunk_size: int = option(
-    256, "tokens whose logits a device holds at once", within="[1, 2**31)"
+    0,
+    "tokens with logits at a time; 0 = by an accelerator's memory, else 256",
+    within="[0, 2**31)",
   )
 
   @property

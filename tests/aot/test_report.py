@@ -104,6 +104,14 @@ def test_sampling_parts_multiply_runs_but_not_memory(monkeypatch):
   assert measured == [("rollout", T - 1, 4), ("update", T - 1, 1)]
 
 
+def test_logits_chunk_of_the_machine(monkeypatch):
+  """JAX takes 3/4 of an H100's memory by default."""
+  assert open_run().settings.optim.update.chunk_size == 256  # on a CPU
+  monkeypatch.setattr(programs.chips, "of_kind", lambda kind: CHIPS["h100"])
+  chunk = open_run().settings.optim.update.chunk_size  # of 100 tokens
+  assert chunk <= 0.1 * 0.75 * 84.95e9 / (12 * 100) < 2 * chunk
+
+
 def test_cache_bytes_shrink_with_parts():
   part = Part(memory_bytes=2**30, temporary_bytes=2**30)
   token = 2 * 4 * 2 * 32 * 4  # keys and values: 2, layers, K, E, bytes
