@@ -39,7 +39,6 @@ def get_config() -> ConfigDict:
   config.sampling.max_new_tokens = 1024
   config.sampling.temperature = 1.0
   config.sampling.top_p = 1.0
-  config.logits_chunk = 512
   config.reward.functions = ("math_answer",)
   config.reward.weights = (1.0,)
   # The unbiased gradient: leave-one-out advantages, tokens summed.

@@ -11,7 +11,7 @@ arithmetic-instruct with default settings; `smollm2` and `smollm2_lora` have the
 sizes of SmolLM2-135M. The field "variant" lists the settings you change
 (--config.optim.micro_batches=1, ...).
 
---config=FILE times steps of any training config with random weights: of the
+--config=FILE times steps of a training config with random weights: of the
 model it reads only config.json. Prompts are random and have
 data.max_prompt_length tokens; completions have sampling.max_new_tokens. It
 prints a table: seconds by part, tokens per second, FLOPs of matrix products

@@ -141,7 +141,7 @@ def _fit_prompt(
 ) -> TrainSettings:
   """Doubles data.max_prompt_length until the example's prompt fits.
 
-  Doubling keeps the compiled sizes few. ValueError if the prompt is too long.
+  Doubling keeps compilations few. ValueError if the prompt is too long.
   """
   _, ids = prompts.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
@@ -216,7 +216,7 @@ def answer_lines(answers: list[Answer]) -> list[str]:
 def talk(
   speaker: Speaker, read: Iterator[str], say: Callable[[str], None], turns: bool
 ) -> None:
-  """Answers each line of `read` through `say`, until `QUIT`.
+  """Passes the answer to each line of `read` to `say`, until a line is `QUIT`.
 
   If `turns` is True, the model also reads earlier lines and the first answer to
   each, which needs a chat template.
@@ -296,7 +296,7 @@ def _lines() -> Iterator[str]:
 
 
 def _ask_once(speaker: Speaker, example: dict[str, Any]) -> None:
-  """Prints answers to an example; with rewards also prompt and right answer."""
+  """Prints answers to an example; given rewards, also prompt and solution."""
   pool = speaker.reward_pool
   if pool is not None:
     steps = speaker.settings.steps  # for rewards that depend on the step

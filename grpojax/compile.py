@@ -17,7 +17,7 @@ two slices, for which the table has the bytes sent "between slices" but not
 their time. h100:8, h200:1, a100:4 are GPUs of one node; cpu:8 is eight CPU
 devices with invented peak rates, for trials.
 
-The exit code is 0 if the step fits, 3 if it does not, 1 after an error.
+The exit code is 0 if the step fits into memory, 3 if not, 1 after an error.
 
 Memory is exact, because it is XLA's allocation. Seconds are a roofline estimate
 for completions of full length (sampling.max_new_tokens); TPUs also have XLA's

@@ -6,9 +6,9 @@ RUN is the directory of a training run, finished or not, or its gs:// URL. The
 report has curves with intervals, the distribution of rewards, completions to
 browse, the gradient's noise if it was diagnosed, failures, settings, and time
 by part. Several runs share their plots, and each is compared with the first:
-held-out answers prompt by prompt, metrics step by step. The file works offline
-and alone. The default is report.html, in the run directory if there is a single
-run and it is on disk, else in the working directory.
+held-out answers prompt by prompt, metrics step by step. The file needs
+no network and no other files. The default is report.html, in the run directory
+if there is a single run and it is on disk, else in the working directory.
 """
 
 import pathlib

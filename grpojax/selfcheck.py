@@ -279,7 +279,7 @@ FLAGS = {
   "out": setting(".", "directory of selfcheck.md"),
   "skip": setting((), f"checks to skip, of {', '.join(CHECKS)}"),
   "shared": setting(
-    "", "empty directory or gs:// URL shared by all hosts, for resume"
+    "", "shared empty directory or gs:// URL, for `resume` on several hosts"
   ),
   **distributed.FLAGS,
 }

@@ -230,7 +230,7 @@ def texts(
 
 
 def make_tx(config: ConfigDict) -> optax.GradientTransformation:
-  """Returns Muon (Jordan et al. 2024) for layers' matrices, AdamW for the rest.
+  """Returns Muon (Jordan et al. 2024) for layers' matrices, otherwise AdamW.
 
   Both have a linear warmup and a cosine decay to 1% of the peak.
   """
@@ -287,7 +287,7 @@ def make_step(lm, tx):
 
 
 def fit(config: ConfigDict, lm, params, stream):
-  """Trains; returns the parameters and rows {"step": ..., "loss": ...}."""
+  """Trains a model; returns parameters and rows {"step": ..., "loss": ...}."""
   tx = make_tx(config)
   opt_state = tx.init(params)
   step = make_step(lm, tx)

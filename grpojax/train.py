@@ -66,12 +66,12 @@ FLAGS = {
   **distributed.FLAGS,
 }
 
-REAL = "gsm8k_qwen2_5_0_5b"  # config to suggest after a bundled model
+REAL = "gsm8k_qwen2_5_0_5b"  # config suggested after a bundled model's run
 REAL_ON_CPU = "smollm2"
 
 
 def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
-  """Returns lines on accuracy and return before and after, and on failures."""
+  """Returns lines on the gain in accuracy and reward, and on failures."""
   lines = []
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
@@ -108,7 +108,7 @@ def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
 
 
 def group_size_line(summary: Mapping[str, Any]) -> str:
-  """Describes the best group size in a run's summary; None means infinity."""
+  """Returns a line on the best group size; a size of None means infinity."""
   low, high = summary["optimal_group_size_interval"]
   if low == 1 and high in (None, math.inf):
     return (

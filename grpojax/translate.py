@@ -8,7 +8,7 @@ FILE is TRL's GRPOConfig (YAML or JSON of its fields, or the Python script that
 creates it) or verl's trainer configuration (YAML or JSON, also with the dotted
 names of its command line). The program reads FILE but never runs it. CONFIG.py
 begins with a list of settings that differ in meaning or have no counterpart;
-comments on its settings name the original ones. Without --out it is printed.
+comments name the original settings. Without --out, the config is printed.
 Reward functions, tools and environments of a script are copied to
 CONFIG_functions.py with all code they use. If the script has a TrlParser, give
 its YAML file by --yaml. Finally the command that starts training is printed,
@@ -51,8 +51,8 @@ def translate_file(
   """Translates a file of TRL or verl, whichever knows more of its settings.
 
   `yaml` is the file that a script's TrlParser reads, `code` the file to which
-  its functions will be copied. ValueError, with a single line, if the file
-  cannot be translated.
+  the script's functions will be copied. ValueError, with a single line, if the
+  file cannot be translated.
   """
   parsed = reading.read(yaml).settings if yaml else {}
   source = reading.read(path, parsed, code)

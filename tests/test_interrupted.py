@@ -134,10 +134,10 @@ MOMENTS = {
   "rewards": (LONG, REWARDS, 3 + 4, 3),
   "last evaluation": (LONG, REWARDS, 3 + 14 + 2 * 3 + 1, 14),
   "last checkpoint": (LONG, "save", 7, 14),
-  # Step 2 computes the next rewards after its update.
-  "next rewards": (AHEAD, REWARDS, 3 + 3, 2),
-  # Step 3 is diagnosed, so its rewards come before its update.
-  "diagnosed rewards": (AHEAD, REWARDS, 3 + 4, 2),
+  # Step 2 is diagnosed, so its rewards come before its update.
+  "diagnosed rewards": (AHEAD, REWARDS, 3 + 3, 1),
+  # Step 3 computes the next rewards after its update.
+  "next rewards": (AHEAD, REWARDS, 3 + 4, 3),
 }
 
 

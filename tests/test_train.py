@@ -131,7 +131,7 @@ def test_every_step_has_a_row_of_metrics(toy_run):
   for row in steps:
     assert row.keys() >= MEASURED | TIMES
     assert "kl" not in row  # without a reference
-    diagnosed = row["step"] in (1, 4, 7)
+    diagnosed = row["step"] in (2, 5, 8)
     assert len(DIAGNOSED & row.keys()) == diagnosed * len(DIAGNOSED)
     assert len(BEST & row.keys()) in (0, diagnosed * len(BEST))
     for name in BEST:  # may be null for infinity
@@ -242,9 +242,9 @@ def test_each_group_size_compiles_once(
   with jax.log_compiles():
     train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
   rows = rows_of(run)
-  assert [row["group_size"] for row in rows] == [8, 16, 8, 16, 8]
+  assert [row["group_size"] for row in rows] == [8, 8, 16, 8, 16]
   samples = records.read_jsonl(run / "samples.jsonl")
-  assert len(samples) == 4 * (16 + 16)  # steps 2 and 4
+  assert len(samples) == 4 * (8 + 8)  # steps 2 and 4
   text = [record.getMessage() for record in caplog.records]
   for name, times in (
     *(("update", 2), ("diagnose", 2), ("other", 1)),

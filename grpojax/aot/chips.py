@@ -74,7 +74,7 @@ KINDS: dict[str, str] = {
   "NVIDIA H100": "h100",
   "NVIDIA H200": "h200",
 }
-"""Chips by prefix of `jax.Device.device_kind`; the longest prefix counts."""
+"""Chips by prefix of `jax.Device.device_kind`; the longest match counts."""
 
 
 def of_kind(kind: str) -> Chip | None:

@@ -8,7 +8,7 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 
 
 class Collective(NamedTuple):
-  """Collective; an all-reduce with sliced result counts as reduce-scatter."""
+  """A collective; the kind of a sliced all-reduce is "reduce-scatter"."""
 
   kind: str  # opcode: "all-gather", "reduce-scatter", ...
   bytes: int  # sent by each device in a run
@@ -24,7 +24,7 @@ class Collective(NamedTuple):
 # an array (Chan et al. 2007, https://doi.org/10.1002/cpe.1206; scaling book,
 # part 3). `roofline.collective_seconds` adds bytes forwarded in an all-to-all.
 _ROUNDS = {
-  "all-gather": 1,  # of the gathered result; other kinds send the operand
+  "all-gather": 1,  # the array is the result; for other kinds, the operand
   "all-reduce": 2,
   "all-to-all": 1,
   "ragged-all-to-all": 1,
@@ -116,8 +116,8 @@ def find(
 
   XLA:TPU splits a collective that overlaps a product into fusions (start,
   product, done) that share a chain_id. The first is counted, and its id added
-  to `seen`. `inside` is the instruction by `memory.contents`; `caller` has the
-  fields that all its collectives share.
+  to `seen`. `inside` is `memory.contents` of the instruction; `caller` has the
+  fields that all collectives of the instruction share.
   """
   collectives = []
   repeated = set()

@@ -73,13 +73,13 @@ class _Walk(NamedTuple):
   """State of the walk through a program, at a computation."""
 
   module: Module
-  token_loop_trips: int  # iterations of loops whose number is unknown
+  token_loop_trips: int  # iterations of a loop of unknown length
   trips: int  # runs of the computation
   token_loops: list[str]  # output: op_names of token loops
   chains: set[str]  # output: ids of collectives that have several parts
   in_token_loop: bool = False
   constants: trips.State = {}  # known values of the enclosing loop
-  op_name: str = ""  # of the caller, for instructions without one
+  op_name: str = ""  # the caller's, for instructions without an op_name
   loop: int = 1  # trips of the innermost loop
 
 
@@ -90,7 +90,7 @@ def _loop(
   counted = trips.trip_count(walk.module, computation, loop, walk.constants)
   count = counted.most
   in_token_loop = walk.in_token_loop
-  # Only token loops can end before their counter does.
+  # Only token loops can end before their counter reaches its limit.
   if not counted.exact:
     walk.token_loops.append(loop.op_name)
     if count is None:
@@ -122,8 +122,9 @@ def _instruction(
   return InstructionCost(
     flops=flops.flops(inside, i),
     bytes=memory.hbm_bytes(inside, shapes, repeated),
-    # XLA gives some copies on tpu7x 2^63 - 1 cycles.
-    cycles=cycles if cycles < 2**40 else 0,
+    # XLA gives some copies on tpu7x 2^63 - 1 cycles, and ragged products those
+    # of all rows with all matrices.
+    cycles=cycles if cycles < 2**40 and flops.RAGGED not in i.attributes else 0,
     collectives=sent,
     **runs,
   )
@@ -158,10 +159,10 @@ def cost(module: Module, token_loop_trips: int, runs: int = 1) -> Cost:
   """Counts the costs of `runs` runs of a program, on each device.
 
   The heaviest branch of a conditional counts; in `block_attention` it counts as
-  often as it runs without windows. A loop that can end before its counter does
-  is taken for a token loop, which decodes until all samples end. It counts as
-  many trips as its counter allows; if this is unknown, `token_loop_trips`
-  (tokens of a completion), or 1 within another token loop.
+  often as it would run without windows. A loop that can end before its counter
+  reaches its limit is taken for a token loop, which decodes until all samples
+  end. It counts as many trips as the limit allows; if the limit is unknown,
+  `token_loop_trips` (tokens of a completion), or 1 within another token loop.
   """
   walk = _Walk(module, token_loop_trips, runs, [], set())
   entry = module.computations[module.entry]

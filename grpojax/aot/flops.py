@@ -1,7 +1,7 @@
 """Counts the floating-point operations of matrix products.
 
-A multiplication and an addition count as two. Other operations are bounded by
-memory traffic in these models, which `aot/memory.py` counts.
+A multiplication and an addition count as two. In these models the time of other
+operations is bounded by memory traffic, which `aot/memory.py` counts.
 """
 
 import functools
@@ -12,6 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from grpojax.aot.hlo import Computation, Instruction
+
+# Attribute of XLA:TPU's ragged products, except older versions' Mosaic kernels.
+RAGGED = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
 
 
 def _dims(i: Instruction, inside: Computation, operand: int) -> tuple[int, ...]:
@@ -77,9 +80,9 @@ def _convolution(i: Instruction, inside: Computation) -> int:
 
 
 def _dot(i: Instruction, inside: Computation) -> int:
-  """Counts a product's operations; a ragged row only meets its group's matrix.
+  """Counts a product's operations; ragged rows only use their group's matrix.
 
-  The gradient with respect to the matrices contracts the rows; its first
+  The gradient with respect to the matrices sums over the rows; its first
   dimension is the group.
   """
   lhs = _dims(i, inside, 0)
@@ -129,7 +132,7 @@ def flops(inside: Computation, instruction: Instruction) -> int:
   computed twice but counted once.
   """
   total = 0
-  ragged = "ITERATION_SKIPPER_MODE_GROUP_STARTS" in instruction.attributes
+  ragged = RAGGED in instruction.attributes
   for i in inside.instructions.values():
     if i.opcode in _COUNTS:
       count = _COUNTS[i.opcode](i, inside)

@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     # Each tile covers the innermost dimensions; whole tiles are stored.
     for dim, tile in self.tiles:
       sizes[dim] = -(-sizes[dim] // tile) * tile
-    # Bits are the first number: 16 of "bf16", 8 of "f8e4m3fn"; 0 of "token".
+    # The name's first number is the bits: 16 in "bf16"; "token" has 0 bits.
     width = re.match(r"(?:bf|f|s|u|c)(\d+)", self.dtype)
     bits = int(width[1]) if width else 8 * (self.dtype == "pred")
     return math.ceil(math.prod(sizes) * bits / 8)

@@ -3,8 +3,8 @@
 An instruction reads its operands and writes its result, once each, except:
 
 - Arrays in another memory (VMEM on TPU, which XLA fills with copies) are free.
-- If an array is only sliced or gathered from, the slices count. An update in
-  place counts as the update; if it covers part of a TPU tile's 128 lanes (a new
+- If an array is only sliced or gathered from, the slices count. For an update
+  in place, the update counts; if it has part of a TPU tile's 128 lanes (a new
   token in a cache whose last dimension is slots), all 128 are read and written.
 - TPU tiles are moved whole, with their padding.
 - A Pallas kernel states its bytes.
@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterable
 
 from grpojax.aot.hlo import Computation, Instruction, Module, Shape
-from grpojax.models.moe import ONE_OF
 
 # Instructions that only name or arrange values, or run other computations.
 FREE = frozenset(
@@ -85,8 +84,8 @@ def contents(
 ) -> Computation:
   """Returns an instruction as a computation without fusions.
 
-  A fusion becomes its fused instructions, an asynchronous start the operation.
-  The parameters are its operands; the root is its value.
+  A fusion becomes its fused instructions, an asynchronous start the operation
+  that it starts. Parameters are the operands; the root is the value.
   """
   opcode = instruction.opcode.removesuffix("-start")
   if opcode == "fusion":
@@ -151,7 +150,7 @@ def _read_elements(
     if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
       total += user.shapes[0].elements
     elif user.opcode in _IN_PLACE and position == 0:
-      # An update in place does not read the array; others read all of it.
+      # An update in place does not read the array; other users read all of it.
       if not exact or user.name not in in_place:
         return math.inf
     elif user.opcode in _MAPPED and not user.is_root:
@@ -176,13 +175,6 @@ def hbm_bytes(
   """
   parameters = inside.parameters
   root = inside.root
-  # A kernel reads one layer of a stack of matrices, its largest parameter.
-  if stack := root.number(rf"{ONE_OF}(\d+).*custom_call_config"):
-    # An upper bound, as experts without tokens are not read.
-    matrices = max(parameters, key=lambda p: p.shapes[0].elements)
-    size = _hbm(matrices.shapes)
-    whole = sum(_hbm(p.shapes) for p in parameters) + _hbm(shapes)
-    return whole - (size - size // stack)
   stated = root.number(r'"bytes_accessed":"(\d+)"')
   if stated is not None:
     return stated

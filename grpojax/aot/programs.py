@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from grpojax.aot import chips
 from grpojax.core import meshes
 from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Prompts, TrainState
@@ -23,7 +24,7 @@ from grpojax.training import policies
 from grpojax.training.data import prompts, splits
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policies import Policy
-from grpojax.training.run import hub_pins, setup
+from grpojax.training.run import hub_pins, memory, setup
 from grpojax.training.settings import batches
 from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import device, host, reference, sampling
@@ -106,6 +107,10 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   hf_config = read_model(hub_pins.model(settings), ignore_keys)
   platform = mesh.devices.flat[0].platform
   policy = _policy(settings, hf_config, platform)
+  model = hf.to_transformer_config(hf_config)
+  chip = chips.of_kind(mesh.devices.flat[0].device_kind)
+  limit = chip and int(chip.pool * chips.device(chip).hbm_bytes)
+  settings = memory.with_logits_chunk(settings, model, limit)
   # Device rewards and stop strings need the tokenizer.
   if settings.reward.on_device or settings.sampling.stop:
     policy = setup.open_policy(settings)._replace(lm=policy.lm)
@@ -138,7 +143,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   group_size = settings.auto_group_size.start if auto else settings.group_size
   run = Run(
     settings=settings,
-    model=hf.to_transformer_config(hf_config),
+    model=model,
     policy=policy,
     mesh=mesh,
     state=sharding.placed(state, mesh),

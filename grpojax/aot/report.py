@@ -34,6 +34,7 @@ class Part(NamedTuple):
   seconds: float = 0.0  # estimate, without overlap
   token_loop_seconds: float = 0.0  # part of `seconds` in the token loop
   xla_seconds: float | None = None  # estimate from XLA's cycles
+  untimed_seconds: float = 0.0  # part of both that has no cycles
   compile_seconds: float = 0.0
   error: str = ""  # reason for a failed compilation
 
@@ -73,6 +74,7 @@ def compile_part(
     seconds=estimate.seconds,
     token_loop_seconds=estimate.token_loop,
     xla_seconds=estimate.by_cycles,
+    untimed_seconds=estimate.untimed,
     compile_seconds=compile_seconds,
   )
 
@@ -80,8 +82,8 @@ def compile_part(
 def part_flops(run: programs.Run) -> dict[str, float]:
   """Counts the operations of each part of a step with full-length completions.
 
-  Per token a parameter takes 2 in a forward pass, 6 in training, 4 if frozen
-  under adapters. Prompts skip the head. Attention and adapters do not count.
+  Operations per token and parameter: 2 in a forward pass, 6 in training, 4 if
+  frozen under adapters. Not counted: attention, adapters, the head on prompts.
   """
   model = run.model
   settings = run.settings
@@ -194,9 +196,11 @@ def report(run: programs.Run, machine: Machine) -> dict[str, Any]:
   result = {
     "fits": fits,
     "topology": machine.name,
+    "logits_chunk": run.settings.optim.update.chunk_size,
     "mesh": mesh | {"sampling_tensor": sampling_tensor},
     "device_memory_bytes": memory,
     "pool_bytes": int(machine.chip.pool * memory),
+    "warning": topology.libtpu_warning(machine.name),
     "parts": entries,
     "step_seconds": seconds if fits else None,
   }
@@ -213,7 +217,7 @@ def report(run: programs.Run, machine: Machine) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-  """Aligns rows of a title and cells in columns; returns lines."""
+  """Formats rows (title, *cells) as lines with aligned columns."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines = []
   for title, *cells in rows:
@@ -253,10 +257,13 @@ def lines(result: dict[str, Any]) -> list[str]:
   row("  of the token loop", lambda p: f"{p['token_loop_seconds']:.3g}")
   if any(p["xla_seconds"] is not None for p in entries.values()):
     row("seconds by XLA's cycles", lambda p: f"{p['xla_seconds'] or 0:.3g}")
+    row("  without cycles, roofline", lambda p: f"{p['untimed_seconds']:.3g}")
   row("seconds to compile", lambda p: f"{p['compile_seconds']:.0f}")
   mesh = " ".join(f"{k}={v}" for k, v in result["mesh"].items())
   title = f"{result['topology']}, mesh {mesh}"
-  return [title, "", *table(rows), "", *_verdict(result)]
+  title += f", logits_chunk {result['logits_chunk']}"
+  warnings = filter(None, [result["warning"]])
+  return [title, "", *table(rows), "", *warnings, *_verdict(result)]
 
 
 def _verdict(result: dict[str, Any]) -> list[str]:

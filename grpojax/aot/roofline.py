@@ -18,7 +18,8 @@ between slices; and the overlap of products, copies and sending.
 
 XLA:TPU annotates most instructions with its own estimate in cycles, which
 includes the vector unit and VMEM. `Estimate.by_cycles` is their sum. If a
-device has two cores, they share the cycles, unless it would exceed its peak.
+device has two cores, the time is halved, unless this would exceed the peak.
+`Estimate.untimed` is the roofline of instructions without useful cycles.
 
 Measured times lie between the two estimates (tests/aot/test_roofline.py).
 """
@@ -40,6 +41,7 @@ class Estimate(NamedTuple):
   seconds: float  # of products, HBM traffic and sending, without overlap
   token_loop: float  # part of `seconds` in the token loop
   by_cycles: float | None  # XLA:TPU's own estimate, if any
+  untimed: float = 0.0  # part of both without cycles
 
 
 def collective_seconds(collective: Collective, chip: Chip) -> float:
@@ -85,4 +87,6 @@ def estimate(cost: Cost, chip: Chip) -> Estimate:
   if chip.clock and any(i.cycles for i in cost.instructions):
     by_cycles = seconds(cost, _by_cycles)
   token_loop = seconds(cost.in_token_loop, _working)
-  return Estimate(seconds(cost, _working), token_loop, by_cycles)
+  untimed = (i for i in cost.instructions if not i.cycles)
+  untimed = sum(_working(i, peaks) * i.trips for i in untimed)
+  return Estimate(seconds(cost, _working), token_loop, by_cycles, untimed)

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
@@ -127,6 +128,17 @@ def _slices(name: str) -> dict[str, Any]:
   if 1 in (x, y):  # part of a host, which has 2 x 2 chips
     options["chips_per_host_bounds"] = (min(x, 2), min(y, 2), 1)
   return options
+
+
+def libtpu_warning(name: str) -> str:
+  """Returns a warning if JAX pins another libtpu; "" for other machines."""
+  if name.startswith(("cpu", *_GPUS)):
+    return ""
+  version = metadata.version("libtpu")
+  pins = re.findall(r"libtpu==([\d.]*\d)", " ".join(metadata.requires("jax")))
+  if all(f"{version}.".startswith(f"{pin}.") for pin in pins):
+    return ""
+  return f"libtpu is {version}: figures may differ from JAX's own, {pins[0]}"
 
 
 def machine(name: str) -> Machine:

@@ -11,7 +11,7 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 State = dict[int, int]
 """Known elements of a loop's state, by index."""
 
-MOST = 2**20  # iterations to follow
+MOST = 2**20  # maximum number of iterations to follow
 _KNOWN = r'"known_trip_count":\{"n":"(\d+)"\}'
 _SAME = ("copy", "bitcast", "convert", "reshape", "opt-barrier")
 _ARITHMETIC = {"add": operator.add, "subtract": operator.sub}
@@ -82,8 +82,8 @@ def trip_count(
   """Counts the iterations of a `while` of `computation`.
 
   XLA:CPU and XLA:GPU write known_trip_count. For XLA:TPU the loop's counter is
-  followed until the condition is false; this is an upper bound if the condition
-  has other parts. `outer` has the constants of the loop around this one.
+  followed until the condition is false: an upper bound if the condition also
+  depends on unknown values. `outer` has the enclosing loop's constants.
   """
   body = module.called(loop, "body")
   condition = module.called(loop, "condition")

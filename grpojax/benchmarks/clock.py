@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from grpojax.runtime import compilation
 
 QUIET = 0.08
-"""Largest share of the CPUs used by other processes in a step that counts."""
+"""A step is quiet if other processes use less than this share of the CPUs."""
 
 
 def cpu_seconds() -> tuple[float, float]:

@@ -84,7 +84,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   opened = subject.open_subject(run)
   prompts = subject.random_prompts(run)
   parts = PARTS
-  if run.settings.reward.on_device:  # one program; prompts need targets
+  if run.settings.reward.on_device:  # a step is one program, and needs targets
     prompts = programs.data_prompts(run, opened.policy)
     parts = {}
   with command_line.usage_errors():  # read the data before compiling

@@ -56,13 +56,13 @@ class Workload(NamedTuple):
   new_tokens: int  # of the longest completion, T
   mean_length: int = 0  # of the lengths in `stop_table`; 0 if all have T tokens
   model: Mapping[str, Any] = MODEL  # config.json of the decoder
-  settings: Mapping[str, Any] = {}  # for this workload only
+  settings: Mapping[str, Any] = {}  # other settings of the run
 
 
 _SMOLLM2 = {
   "loss.beta": 0.0,
   "model.remat": "attention",
-  "logits_chunk": 1024,  # a whole micro-batch: logits are computed once
+  "logits_chunk": 1024,  # a micro-batch: the backward pass recomputes no logits
 }
 
 
@@ -159,7 +159,7 @@ def config_of(name: str) -> ConfigDict:
   config.reward.functions = (REWARD,)
   config.advantage = "grpo"
   config.loss.weighting = "sequence_mean"
-  config.loss.beta = 0.04  # by default k3 in the loss, and clipping at 0.2
+  config.loss.beta = 0.04  # defaults: k3 in the loss, and clipping at 0.2
   config.optim.learning_rate = 1e-6
   config.optim.b2 = 0.999
   config.update_from_flattened_dict(workload.settings)

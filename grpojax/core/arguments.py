@@ -68,7 +68,7 @@ def check_params(params: Params) -> None:
 
 
 def init_optimizer(tx: optax.GradientTransformation, params: Params) -> Any:
-  """Returns an optimizer's initial state; ValueError if it is not supported."""
+  """Returns an optimizer's initial state; ValueError if `tx` is unsupported."""
   try:
     state = tx.init(params)
     jax.eval_shape(tx.update, params, state, params)

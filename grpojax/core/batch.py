@@ -49,7 +49,7 @@ def make_batch(
       not finite, or whose prompt has no tokens.
     objective: Objective of the update. A custom advantage function gets the
       arrays of `sample_weights` that its parameters name.
-    options: Options of the update; its number of micro-batches applies here. A
+    options: Options of the update. Forward passes here use its micro_batches. A
       single update is on-policy and needs no old log-probabilities.
     sampling: Sampling distribution of the rollout.
     policy_params: Parameters of the policy that sampled. Only

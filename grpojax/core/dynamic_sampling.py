@@ -6,8 +6,8 @@ mean, and g(x) the mean of the group's gradient U. Prompt x is p(x) / p times as
 frequent in the batch as in the data. If U is 0 in groups of equal rewards
 (`advantages.WITHIN_GROUPS`), E[U | x, varies] = g(x) / p(x). The two factors
 cancel, so the mean of the kept groups estimates E[g(x)] / p. `acceptance` times
-this mean estimates E[g(x)] without bias for every limit on draws (on-policy,
-and not with `token_mean`); docs/data.md lists other effects.
+this mean estimates E[g(x)] without bias, whatever the limit on draws (on-policy
+and without `token_mean`); docs/data.md lists other effects.
 
 `batch_std` also divides by the deviation of the batch. Squared deviations are 0
 in groups of equal rewards too, so the deviation of the kept groups is 1 /

@@ -19,7 +19,7 @@ class StopTable(NamedTuple):
 
   strings: tuple[str, ...]
   classes: Any  # of each token [V]; tokens of a class have the same transitions
-  table: Any  # next state by state and class [S, C]; S: string complete
+  table: Any  # [S, C]: next state, by state and class; S means an end
 
 
 class Ends(NamedTuple):

@@ -83,7 +83,7 @@ class Episodes(NamedTuple):
 
 
 def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
-  """Derives a turn's keys by folding in -1 - turn; tokens fold in t >= 0."""
+  """Derives a turn's keys: folds in -1 - turn, because tokens use t >= 0."""
   return jax.vmap(jax.vmap(jax.random.fold_in))(
     keys, jnp.broadcast_to(-1 - turn, keys.shape)
   )
@@ -201,7 +201,7 @@ def advance(
 ) -> tuple[Episodes, Bool[Array, "B G"], Bool[Array, "B G"]]:
   """Steps the environments of the rows whose turn has `ended`.
 
-  Each row has `length` tokens so far, at most `limit`. If the observation and a
+  Each row has `length` of at most `limit` tokens. If the observation and a
   further token do not fit, or after the last turn, the trajectory ends without
   the observation. Returns the episodes, and masks of the environments that are
   done and of the finished trajectories.
@@ -219,7 +219,7 @@ def advance(
       _keys(keys, episodes.turn + 1),
     )
     last = episodes.turn + 1 >= environment.max_turns
-    # Room for the observation and a further token, which the policy draws.
+    # End if the observation and a token drawn after it do not fit.
     over = done | last | (length + count + 1 > limit)
     at_turn = jnp.arange(environment.max_turns) == episodes.turn[..., None]
     new = episodes._replace(

@@ -210,9 +210,9 @@ def micro_batch_loss(
 def minibatch_totals(
   terms: LossTerms, params: Params, batch: Batch
 ) -> MinibatchTotals:
-  """Computes totals of n micro-batches, with a forward pass if needed."""
+  """Computes a minibatch's totals, with a forward pass over it if needed."""
   mask = batch.completion_mask
-  # Token selection and expert load need a forward pass, the bonus a count only.
+  # Selection and expert load need a forward pass; the bonus a token count.
   needs_pass = terms.selects_tokens or terms.router_aux_coef
   # A single micro-batch is the whole minibatch.
   if len(mask) == 1 or not (needs_pass or terms.has_bonus):

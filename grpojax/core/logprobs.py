@@ -16,6 +16,8 @@ from grpojax.core.packing import flat_tokens
 from grpojax.core.packing.flat_tokens import FlatTokens
 from grpojax.core.types import LM, ForwardOutput, Params
 
+CHUNK = 256  # default, as a pure function does not know the device's memory
+
 
 class TokenLogprobs(NamedTuple):
   """Results of `logprobs_and_load`, in nats."""
@@ -79,6 +81,18 @@ def completion_hidden(
 
 def _is_16_bit(x):
   return getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
+
+
+@jax.custom_jvp
+def _with_gradient_of(wide: Array, narrow: Array) -> Array:
+  """Returns `narrow`; its gradient goes to `wide`, a copy in float32.
+
+  A cast of `wide` would be repeated for every chunk.
+  """
+  return narrow
+
+
+_with_gradient_of.defjvps(lambda t, narrow, *_: t.astype(narrow.dtype), None)
 
 
 def _logprob_entropy_lse(logits, ids):
@@ -201,9 +215,8 @@ def _in_chunks(
     prevent_cse=False,  # not needed under a scan
   )
   def chunk_values(wide, hidden, ids, ref_hidden):
-    # Cast back to the model's formats; gradients pass this cast in float32.
-    narrow = lambda x, like: x.astype(like.dtype) if _is_16_bit(like) else x
-    logits = lm.unembed(jax.tree.map(narrow, wide, params), hidden)
+    narrow = lambda x, y: _with_gradient_of(x, y) if _is_16_bit(y) else x
+    logits = lm.unembed(jax.tree.map(narrow, wide, fixed), hidden)
     logits = checkpoint_name(logits, "logits")
     logits = constrain(logits, "batch", "group", None, "vocabulary")
     logits = transform_logits(logits, sampling, keep=ids)
@@ -220,6 +233,7 @@ def _in_chunks(
   wide = jax.tree.map(
     lambda x: x.astype(jnp.float32) if _is_16_bit(x) else x, params
   )
+  fixed = jax.lax.stop_gradient(params)
   ref_hidden = None if reference is None else reference.hidden
 
   def to_chunks(x):  # [B, G, S, ...] -> [S / size, B, G, size, ...]
@@ -264,7 +278,7 @@ def logprobs_and_load(
   load_weights: tuple[Array, Array] | None = None,
   *,
   sampling: Sampling = Sampling(),
-  chunk_size: int = 256,
+  chunk_size: int = CHUNK,
   positions: Int[Array, "n G S"] | None = None,
   segments: Int[Array, "n G S"] | None = None,
   entropy_gradient: bool = False,
@@ -275,20 +289,21 @@ def logprobs_and_load(
   """Computes log-probabilities, entropies and the load of experts, if any.
 
   Logits and their gradients exist for `chunk_size` tokens per device (at least
-  one per row); several chunks are recomputed in the backward pass. So they take
-  a few float32 arrays [chunk_size, V]. `sampling` is the distribution of the
-  tokens; the reference has its temperature, but no top_k, top_p and min_p.
+  one per row; 0 means `CHUNK`); several chunks are recomputed in the backward
+  pass. So they take a few float32 arrays [chunk_size, V]. `sampling` is the
+  distribution of the tokens; the reference has its temperature, but no top_k,
+  top_p and min_p.
   `positions` and `segments` are as in `LM.extend`, `load_weights` and
   `replayed` (experts) as in `LM.has_experts`. With `flat`, an index of the real
   tokens (see `LM.forward`), `segments` count the samples of all prompts on a
   device, and n counts packed rows; without it n is B.
 
   Returns float32 arrays [B, G, S] or, of flat tokens, [C, 1, N]. ValueError for
-  a chunk_size below 1 or wrong prompts (`arguments.check_read_prompts`).
+  a negative chunk_size or wrong prompts (`arguments.check_read_prompts`).
   """
   check_read_prompts(lm, params, prompt_ids, prompt_mask)
-  if chunk_size < 1:
-    raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+  if chunk_size < 0:
+    raise ValueError(f"chunk_size={chunk_size} must be at least 0")
   lm, params = lm.prepared(params, longest=None)
   tokens = prompt_ids, prompt_mask, ids
   # Transformer: the states that predict each token, [B, G, S, D] or flat.
@@ -302,6 +317,7 @@ def logprobs_and_load(
       reference = reference._replace(hidden=ref_hidden)
   # Head: `kl` is empty without a reference.
   logprobs, entropy, *kl = _in_chunks(
-    lm, params, hidden, ids, reference, sampling, chunk_size, entropy_gradient
+    *(lm, params, hidden, ids, reference, sampling),
+    *(chunk_size or CHUNK, entropy_gradient),
   )
   return TokenLogprobs(logprobs, entropy, load, *kl or [None], hidden=hidden)

@@ -85,7 +85,7 @@ def make_mesh(
       shape = tuple(sizes)
       return jax.make_mesh(shape, AXES, axis_types=_AUTO, devices=devices)
     except NotImplementedError:
-      # fsdp=32 tensor=2 on 8 x 8 chips splits a torus axis, which JAX refuses.
+      # JAX must be allowed to split a torus axis: fsdp=32 tensor=2 on 8 x 8.
       placed = mesh_utils.create_device_mesh(
         sizes, devices, allow_split_physical_axes=True
       )
@@ -319,7 +319,7 @@ def map_rows(
 
 
 def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
-  """Returns the sharding of arrays [B, ...] from the host; B = rows."""
+  """Returns the sharding for arrays [rows, ...] that come from the host."""
   return activation_sharding(mesh, (rows,), "batch")
 
 

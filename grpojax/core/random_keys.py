@@ -1,4 +1,4 @@
-"""Random keys, always threefry whatever JAX's default implementation is.
+"""Random keys of the implementation threefry, whatever JAX's default.
 
 Each sample has its own key, so its tokens do not depend on the rest of the
 batch. "rbg" and "unsafe_rbg", a usual default on TPUs, would break this: under

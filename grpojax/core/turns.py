@@ -17,8 +17,8 @@ after the end):
 
 All are unbiased for the gradient of E[R_0] with a `leave_one_out` advantage and
 weights that do not depend on the trajectory (`fixed_length`, `sequence_sum`).
-With other weightings the three means differ: by O(1 / N) with `token_mean` (N =
-B G), and always with `sequence_mean` (docs/theory.md, "Several turns").
+With other weightings their means differ: by O(1 / N) with `token_mean` (N = B
+G), and always with `sequence_mean` (docs/theory.md, "Several turns").
 """
 
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ def turn_advantages(
   # Each turn is compared with the same turn of the group's other samples.
   advantages = minus_others(to_go)
   if credit == "turn_reached":
-    # If no other sample has this turn, the baseline is 0, not the advantage.
+    # A turn that no other sample has gets baseline 0: the advantage is R_ik.
     count = jnp.sum(present(to_go), axis=-1, keepdims=True)
     alone = present(to_go) & (count == 1)
     advantages = jnp.where(alone, to_go, advantages)

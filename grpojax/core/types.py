@@ -66,7 +66,7 @@ class ForwardOutput(NamedTuple):
 class LM(NamedTuple):
   """A causal language model as pure functions, of which five are required.
 
-  `extend` and `forward` may return plain pairs, the first two fields.
+  `extend` and `forward` may return plain pairs, their outputs' first fields.
 
   Attributes:
     init: `(key) -> params`.

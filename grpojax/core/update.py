@@ -46,7 +46,7 @@ class UpdateOptions:
   micro_batches: int = one_or_more(
     1,
     "parts of a minibatch, whose gradients are summed to save memory; packing "
-    "may use fewer parts that are not larger",
+    "can need fewer, none of them larger",
   )
   max_grad_norm: float = option(
     math.inf,
@@ -54,12 +54,14 @@ class UpdateOptions:
     within="(0, inf]",
   )
   chunk_size: int = option(
-    256, "tokens whose logits a device holds at once", within="[1, 2**31)"
+    0,
+    "tokens with logits at a time; 0 = by an accelerator's memory, else 256",
+    within="[0, 2**31)",
   )
 
   @property
   def on_policy(self) -> bool:
-    """True for a single update of the policy that sampled: ratios are 1."""
+    """True if a step has a single update, so that all ratios are 1."""
     return self.epochs * self.minibatches == 1
 
 
@@ -100,7 +102,7 @@ def off_policy_conflicts(
       "the gradient: use leave_one_out, or correction = 'none' without int8 "
       "and sampling.ahead"
     )
-  # Samples of another policy need weights: a correction's or the ratios'.
+  # Samples of another policy need weights: of a correction, or the ratios.
   origin = " and ".join(samples) or "that are corrected"
   ratios = to_rollout and not options.on_policy
   ratios = ratios and objective.surrogate not in ("dro", surrogates.dro)
@@ -109,7 +111,7 @@ def off_policy_conflicts(
       f"samples {origin} are not the policy's own: use token_truncate or "
       "another correction, or sample without int8 and sampling.ahead"
     )
-  # True if the penalty is computed from the rollout's log-probabilities.
+  # True if the KL penalty is computed from the rollout's log-probabilities.
   penalty_of_rollout = options.on_policy or to_rollout
   if (samples or weighs) and objective.kl_in_reward and penalty_of_rollout:
     reasons["kl_placement"] = (

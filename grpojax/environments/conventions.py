@@ -165,7 +165,7 @@ def _from_tools(use_tools: Callable[[str], Step]) -> HostEnvironment:
 def _from_gymnasium(
   subject: str, path: str, options: dict[str, Any], action: str
 ) -> HostEnvironment:
-  """Returns gymnasium's environment; its reset also explains the actions."""
+  """Returns a gymnasium environment whose reset also explains the actions."""
   try:
     import gymnasium
 

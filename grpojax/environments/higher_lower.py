@@ -1,8 +1,8 @@
 """A jittable game: guess a number from 0 to N - 1, with hints.
 
 Token ids below N are numbers; a wrong guess is answered by HIGHER = N or LOWER
-= N + 1, and each prompt is START = N + 2. Any number ends a turn (all numbers
-are `eos_ids`): a good policy's turns are single numbers. Results: docs/log.md.
+= N + 1, and each prompt is START = N + 2. A number ends a turn (all numbers
+are `eos_ids`), so a good policy's turns are single numbers. Log: docs/log.md.
 
     START  7 HIGHER  11 LOWER  9
 """

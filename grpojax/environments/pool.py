@@ -19,7 +19,7 @@ from grpojax.runtime.processes.workers import Job, Submission
 
 Call = Sequence[Any]
 """Name and arguments of a function: ("reset", example, seed), ("step", state,
-action, example, seed) or, with `ends` of a pool, ("end", state, example, seed).
+action, example, seed) or, if a pool has `ends`, ("end", state, example, seed).
 """
 
 _LONGEST = 2**24  # maximum bytes of an answer, whose JSON may be escaped
@@ -30,8 +30,8 @@ class EnvironmentPool(workers_lib.WorkerPool):
   """Worker pool for an environment of `conventions.resolve`; use it in `with`.
 
   With 0 `workers` it runs in this process, so a crash ends the program.
-  `timeout` is in seconds per step. For a class the limit grows with the actions
-  so far, because a new worker has to play them again.
+  `timeout` is in seconds per step. If the environment is a class, the limit
+  grows with the actions so far, because a new worker has to play them again.
 
   Attributes:
     tools: JSON schemas of the tools, for the chat template.

@@ -33,7 +33,7 @@ class Step(NamedTuple):
 def to_step(value: Any) -> Step:
   """Converts the result of a user's environment to a Step of JSON values.
 
-  WrongAnswer unless it is a Step, or a dict with some fields of Step, and all
+  WrongAnswer unless the result is a Step or a dict with fields of Step, and all
   values are valid. `info` keeps only its finite numbers.
   """
   if is_step(value):
@@ -79,7 +79,7 @@ def is_message(message: Any) -> bool:
 
 
 def _to_json(subject: str, value: Any, largest: int) -> Any:
-  """Converts a value to JSON and back; "?" replaces text outside UTF-8."""
+  """Converts a value to JSON and back; lone surrogates become "?"."""
   options = {"allow_nan": False, "ensure_ascii": False, "default": to_plain}
   try:
     text = json.dumps(value, **options).encode(errors="replace")

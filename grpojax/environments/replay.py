@@ -139,7 +139,7 @@ def _hash(*values: Any) -> str:
 
 @contextlib.contextmanager
 def seeded(*values: Any) -> Iterator[None]:
-  """Seeds `random` and `numpy.random` with JSON values, then restores them.
+  """Seeds `random` and `numpy.random` from JSON values inside the context.
 
   A repeated step draws the same numbers in any process.
   """

@@ -2,8 +2,8 @@
 
     --config.environment.path=retry
 
-A right answer (by `exact_answer`) ends the episode. After k wrong answers its
-reward is `discount` to the power of k; wrong answers have reward 0.
+A right answer (by `exact_answer`) ends the episode. Its reward is `discount` to
+the power of the number of wrong answers before it, which have reward 0.
 """
 
 from typing import Any

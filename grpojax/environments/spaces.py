@@ -1,4 +1,4 @@
-"""Reads actions from text and writes observations as text, for classes.
+"""For environment classes: reads actions from text, and writes observations.
 
 gymnasium's spaces are recognised by their attributes, so it is not imported.
 """
@@ -19,9 +19,9 @@ from grpojax.runtime.processes.user_calls import WrongAnswer
 from grpojax.runtime.processes.workers import to_plain
 
 ACTIONS = ("auto", "text", "number", "json")
-"""Forms of an action; "auto" follows the action space, or else is "text"."""
+"""Forms of an action; "auto" follows the action space (if none, "text")."""
 
-_OPENENV_FIELDS = ("done", "reward", "metadata")  # in every observation
+_OPENENV_FIELDS = ("done", "reward", "metadata")  # of all OpenEnv observations
 
 
 class IllegalAction(ValueError):
@@ -62,7 +62,7 @@ def legal_actions(form: str, space: Any = None) -> str:
 
 
 def instructions(environment: Any, form: str) -> str:
-  """Returns gymnasium's text on the actions, then the `legal_actions` text."""
+  """Returns the docstring's section on actions and the `legal_actions` text."""
   about = inspect.getdoc(environment.unwrapped) or ""
   pattern = r"# Action Space\n(.*?)(?=^\s*#|\Z)"
   parts = re.findall(pattern, about, re.DOTALL | re.MULTILINE)

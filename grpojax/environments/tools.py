@@ -167,14 +167,14 @@ _event_loop = functools.cache(asyncio.Runner)
 
 
 def awaited(value: Any) -> Any:
-  """Runs a coroutine (on one event loop, as in TRL); keeps other values."""
+  """Awaits coroutines (on one event loop, as in TRL); returns other values."""
   return _event_loop().run(value) if inspect.iscoroutine(value) else value
 
 
 def _run(
   call: Call | str, functions: Mapping[str, Callable[..., Any]]
 ) -> str | type:
-  """Runs a tool call; returns the result's text, or type if not `has_text`."""
+  """Runs a tool call; returns the result's text, or type if the text varies."""
   if isinstance(call, str):
     raise WrongAnswer(call)
   if call.name not in functions:

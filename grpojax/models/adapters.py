@@ -227,6 +227,6 @@ def _take(hidden: Float[Array, "N S D"], slots: Int[Array, "N T"]) -> Array:
 
 
 def _keywords(*names: str | None) -> Callable[..., dict[str, Array]]:
-  """Returns a function `(*values) -> {name: value}`, without names None."""
+  """Returns a function `(*values) -> {name: value}` without unnamed values."""
   pairs = lambda values: zip(names, values, strict=True)
   return lambda *values: {name: x for name, x in pairs(values) if name}

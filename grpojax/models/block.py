@@ -225,7 +225,7 @@ def layer_of(
   y = constrain(y, "batch", "group")
   mesh = jax.sharding.get_abstract_mesh()
   if y.shape[2] == 1 and "tensor" in free_axes(mesh):
-    # In decoding, XLA:TPU would convert y to float32 before sending it.
+    # Without this, XLA:TPU would send y as float32 in decoding.
     y = jax.lax.optimization_barrier(y)
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)

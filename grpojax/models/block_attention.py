@@ -71,7 +71,7 @@ def _in_window(settings, positions, local, key_positions) -> Array:
 
 
 def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
-  """Returns a row's mask for a block of keys, and False to skip the block."""
+  """Returns a row's mask for a block of keys, and if the block is needed."""
   index, positions, segments = keys
   query_index, query_positions, query_segments, local = queries
   block = settings.block
@@ -92,7 +92,7 @@ def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
 
 
 def _prompt_mask(settings, queries, keys) -> tuple[Array, None]:
-  """Returns a prompt's mask for a block of keys, and None: never skipped."""
+  """Returns a prompt's mask for a block of keys; None: always needed."""
   index, mask = keys
   _, positions, _, local = queries
   # [B, C] -> [B, 1, 1, C]; prompts precede all queries, so no order is needed.
@@ -119,7 +119,7 @@ def _join(blocks: Array, axis: int, size: int) -> Array:
 
 
 def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
-  """Lists (axes, mask function, key blocks) of row and, if any, prompt."""
+  """Lists (axes, mask function, key blocks) for the row and any prompt."""
 
   def blocks(arrays, axes, slot):
     return tuple(_split(x, axes.index(slot), settings.block) for x in arrays)
@@ -127,7 +127,7 @@ def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
   keys, values = blocks(row, ROW_AXES, "c")
   tokens = visibility.positions, visibility.segments
   positions, segments = blocks(tokens, "bgc", "c")
-  # `_forward` passes an array, 0, so that JAX does not make masks constants.
+  # In `_forward` `start` is a traced 0, so that masks are not constants.
   masked_by = start + jnp.arange(len(keys)), positions, segments
   parts = [(ROW_AXES, _row_mask, (keys, values, masked_by))]
   if prompt is not None:
@@ -151,7 +151,7 @@ def _query_blocks(settings, q, visibility: Visibility):
 
 
 def _products(axes: str):
-  """Returns two float32 products: of q and k, and of weights and v."""
+  """Returns two functions that multiply in float32: q by k, weights by v."""
   # As in `attention._attend`: the slots' letter replaces that of channels.
   (slot,) = set(axes) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
@@ -208,7 +208,7 @@ def _forward(settings, q, row, prompt, visibility):
         # Mask again: until a key is visible, all logits equal the largest.
         weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
         rescale = jnp.exp(top - new_top)
-        # The sum of rounded weights makes an average of equal values exact.
+        # Rounded weights are summed, to make an average of equal values exact.
         weights = rounded(weights, q.dtype)
         added = jnp.sum(weights.astype(jnp.float32), axis=-1, keepdims=True)
         total = total * rescale + added

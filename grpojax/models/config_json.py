@@ -97,7 +97,7 @@ _NEVER_IGNORED = re.compile(
 
 
 def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
-  """Returns a family's keys: read with defaults, fixed to values, unused."""
+  """Returns a family's keys: {read: default}, {fixed: value}, and unused."""
   fixed = {key: x for key, x in _FIXED.items() if key not in family.READ}
   fixed |= getattr(family, "FIXED", {})
   return family.READ, fixed, _UNUSED | getattr(family, "UNUSED", set())

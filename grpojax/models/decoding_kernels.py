@@ -22,12 +22,12 @@ from grpojax.core.decoding.sampling import NEGATIVE, Parts, share_below
 from grpojax.models.cache import LANES
 
 _ROWS = 256  # maximum rows per step; draws do not depend on it
-_BYTES = 2**23  # of VMEM for weights and logits of a part
+_BYTES = 2**23  # bytes of VMEM for weights and logits of a part
 _NEW = 2**15  # maximum new numbers per step: 1 MiB of bfloat16 tiles
 
 
 def _width(head: Shaped[Array, "D V"]) -> int:
-  """Returns the number of tokens per part, a multiple of LANES."""
+  """Returns the number of the head's columns per part, a multiple of LANES."""
   depth, columns = head.shape
   itemsize = max(head.dtype.itemsize, 2)  # integers are converted
   most = _BYTES // (2 * itemsize * depth + 8 * _ROWS)
@@ -35,7 +35,7 @@ def _width(head: Shaped[Array, "D V"]) -> int:
 
 
 def _draw_part(columns, logits_of, hidden, head, scales, masks, uniform, out):
-  """Draws a token from a part for each row of a block.
+  """Draws a token from one part, for each row of a block.
 
   The first four rows of out [1, 8, rows] are the largest logit, the sum of
   exp(logit - largest), the drawn column and its logit.

@@ -43,7 +43,7 @@ class Settings(NamedTuple):
   scale: float
   cap: float | None
   platform: str
-  blocks: tuple[int, ...]  # tokens per key block of a part; [0]: queries too
+  blocks: tuple[int, ...]  # tokens per key block by part, [0] for queries too
 
 
 class Part(NamedTuple):
@@ -173,7 +173,7 @@ def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
     new_top = jnp.maximum(top, jnp.max(logits, axis=0, keepdims=True))
     weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
     rescale = jnp.exp(top - new_top)
-    # The sum of rounded weights makes an average of equal values exact.
+    # Rounded weights are summed, to make an average of equal values exact.
     weights = weights.astype(q.dtype)
     added = jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
     total = total * rescale + added

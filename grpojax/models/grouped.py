@@ -5,10 +5,11 @@
 The first runs[0] rows are multiplied by matrix 0, the next runs[1] rows by
 matrix 1, and so on; the result is undefined in rows after the last run.
 
-On TPUs `jax.lax.ragged_dot` is a kernel that multiplies only each run's tiles.
+On TPUs `jax.lax.ragged_dot` is a kernel that only computes each run's tiles.
 XLA:GPU (jax 0.10) multiplies all rows with all matrices: X times the operations
 and the memory. So GPUs have Pallas kernels here (Triton), in which a program
-multiplies a tile of a run.
+multiplies a tile of a run. In decoding on TPUs, a Pallas kernel reads a layer's
+matrices in place, which `ragged_dot` would copy out of their stack.
 """
 
 import functools
@@ -18,12 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 # Largest tile of a result, and largest number of products summed at a time.
 ROWS, COLUMNS, DEPTH = 128, 128, 64
-LEAST = 16  # smallest tile of tensor cores
+LEAST = 16  # smallest tile of tensor cores, and of bfloat16 on TPUs
+_BYTES = 2**22  # maximum of a matrix's columns in a TPU's VMEM, which has two
 _KERNEL = {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=3)}
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
   dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -33,7 +36,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 
 def _tile_rows(count: int, groups: int) -> int:
-  """Returns the rows per tile: a power of two near the mean length of a run."""
+  """Returns the rows per tile: a power of two near the mean rows per matrix."""
   mean = max(count // groups, 1)
   return min(ROWS, max(LEAST, 1 << (mean - 1).bit_length()))
 
@@ -226,3 +229,64 @@ def _jvp(primals, tangents):
     )
     addends.append(d_matrices)
   return y, functools.reduce(jnp.add, addends)
+
+
+def layer_kernel(
+  layer: Int[Array, ""],
+  rows: Float[Array, "N D"],
+  stack: Float[Array, "L X D F"],
+  runs: Int[Array, "X"],
+  interpret: bool = False,
+) -> Float[Array, "N F"]:
+  """Multiplies each run by its matrix of a layer, on a TPU.
+
+  A step multiplies a tile of rows by a matrix, and writes the rows of its run.
+  A tile with rows of several runs takes that many steps, and an empty run none.
+  """
+  count, depth = rows.shape
+  columns = stack.shape[-1]
+  tile = min(_tile_rows(count, len(runs)), count)
+  lanes = max(_BYTES // (depth * stack.dtype.itemsize) // 128, 1) * 128
+  width = min(columns, lanes)
+  blocks = pl.cdiv(columns, width)
+  ends = jnp.cumsum(runs)
+  # A step starts with each tile and after each run, so some are empty.
+  starts = jnp.arange(0, count, tile, dtype=ends.dtype)
+  starts = jnp.sort(jnp.concatenate([starts, ends]))
+  group = jnp.sum(ends <= starts[:, None], axis=1, dtype=ends.dtype)
+  group = jnp.minimum(group, len(runs) - 1)
+  steps = jnp.sum(starts < ends[-1], dtype=ends.dtype)
+
+  def kernel(starts, group, layer, rows, matrix, out):
+    i = pl.program_id(1)
+    y = jnp.dot(rows[...], matrix[0, 0], preferred_element_type=jnp.float32)
+    row = jax.lax.broadcasted_iota(starts.dtype, y.shape, 0)
+    row += jax.lax.div(starts[i], tile) * tile
+    is_new = (starts[i] <= row) & (row < starts[i + 1])
+    out[...] = jnp.where(is_new, y, out[...].astype(y.dtype)).astype(out.dtype)
+
+  at = lambda i, starts: jax.lax.div(starts[i], tile)
+  rows_at = pl.BlockSpec((tile, depth), lambda j, i, s, *_: (at(i, s), 0))
+  out_at = pl.BlockSpec((tile, width), lambda j, i, s, *_: (at(i, s), j))
+  matrix_at = pl.BlockSpec(
+    (1, 1, depth, width), lambda j, i, _, group, x: (x[0], group[i], 0, j)
+  )
+  out = jax.eval_shape(_product, rows, stack[0], runs)
+  # Experts without tokens are not read, so this is an upper bound.
+  moved = stack[0].nbytes + blocks * rows.nbytes + out.size * out.dtype.itemsize
+  return pl.pallas_call(
+    kernel,
+    out_shape=out,
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      3, (blocks, steps), [rows_at, matrix_at], out_at
+    ),
+    cost_estimate=pl.CostEstimate(2 * rows.size * columns, 0, moved),
+    name="layer_product",
+    interpret=interpret,
+  )(starts, group, layer[None], rows, stack)
+
+
+def layer_product(*args: Array) -> Array:
+  """Returns `grouped_product(rows, stack[layer], runs)`; see `layer_kernel`."""
+  plain = lambda layer, rows, x, runs: grouped_product(rows, x[layer], runs)
+  return jax.lax.platform_dependent(*args, tpu=layer_kernel, default=plain)

@@ -64,11 +64,11 @@ def _flat(x: Array) -> Array:
 def _parts(row, prompt, seen: _Seen) -> list[Part]:
   b, g, s = seen.first.shape
   by_query = lambda x: jnp.broadcast_to(x, (b, g, s)).reshape(b * g, 1, s)
-  # Causal: the run in the row ends at the query itself.
+  # Causal: in the row, visible keys end at the query itself.
   last = by_query(jnp.arange(s, dtype=jnp.int32))
   parts = [Part(*map(_flat, row), by_query(seen.first), last)]
   if prompt is not None:
-    # The run in the prompt ends at its last real token; padding comes after it.
+    # In the prompt, visible keys end at its last real token, before padding.
     last = by_query(seen.lengths[:, None, None] - 1)
     parts.append(Part(*prompt, by_query(seen.prompt_first), last))
   return parts
@@ -109,7 +109,7 @@ def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
 def _over_mesh(function, q, row, prompt, seen, *outputs, gradients=False):
   """Calls `function(sums, q, ...)` on each device, with its rows and heads.
 
-  `sums` are the mesh axes that split q but not row, and q but not prompt.
+  `sums` is a pair: mesh axes that split q but not row, and q but not prompt.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.axis_names:
@@ -219,7 +219,7 @@ def kernel_attention(
 def is_usable(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
   """Returns True if the mesh lets kernels run (`meshes.runs_kernels`).
 
-  TPUs also need rows that fit in memory, and another dtype than float16.
+  TPUs also need rows that fit in memory, and a dtype other than float16.
   """
   if platform != "tpu":
     return runs_kernels()

@@ -84,7 +84,7 @@ def attach(base: Params, adapters: Params, scale: int | float) -> Params:
   """Adds A and scale * B to the base's layers, under names like "q_lora_a"."""
   if not adapters:
     return base
-  stacks = layer_stacks.stacks(adapters)  # several after `last_layers`
+  stacks = layer_stacks.stacks(adapters)  # several if `last_layers` split them
   sizes = [layer_stacks.layer_count(stack) for stack in stacks]
   attached = []
   parts = layer_stacks.split(base["layers"], sizes)
@@ -174,7 +174,7 @@ def save_peft(
   the Hugging Face Hub, `revision` its commit there. `alpha` is PEFT's
   lora_alpha: the scale is alpha / r. `dtype` is the dtype to store; None keeps
   the adapters' dtype. ValueError if `path` exists, if there are no adapters, or
-  if peft 0.21 cannot read them (of experts it reads down, or all three).
+  if peft 0.21 cannot read them (for experts: down alone, or all three).
   """
   if not adapters:
     raise ValueError("there are no adapters to save")

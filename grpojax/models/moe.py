@@ -24,9 +24,6 @@ from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 
 LAYER = "layer"  # name of a layer's index in a whole stack of parameters
-ONE_OF = "one_layer_of_"
-"""Prefix of a name scope, followed by the number of layers: `aot` then counts
-the traffic of a single layer's matrices."""
 
 
 def matrices_of(layer: Iterable[str]) -> list[str]:
@@ -117,7 +114,7 @@ def _experts(
   and add exactly 0. `total` is the number of experts on all devices. With an
   index `layer`, `matrices` hold all layers.
   """
-  from grpojax.models.grouped import grouped_product  # importing Pallas is slow
+  from grpojax.models import grouped  # importing Pallas is slow
 
   held = matrices["expert_gate"].shape[-3]
   count = experts.shape[1]
@@ -128,18 +125,15 @@ def _experts(
   # devices' experts come last, outside of all runs.
   order = jnp.argsort(chosen)  # stable
   runs = jnp.bincount(chosen, length=held).astype(jnp.int32)
-  if layer is not None:  # the experts of other layers get empty runs
-    matrices = {k: m.reshape(-1, *m.shape[2:]) for k, m in matrices.items()}
-    all_runs = jnp.zeros(len(matrices["expert_gate"]), runs.dtype)
-    runs = jax.lax.dynamic_update_slice(all_runs, runs, (layer * held,))
   # [N count, D]: each token once for each of its experts, sorted by expert
   rows = x[order // count]
   if held < total:  # products of rows outside of all runs are undefined
     rows = jnp.where((jnp.arange(len(rows)) < runs.sum())[:, None], rows, 0)
 
-  product = lambda rows, name: grouped_product(rows, matrices[name], runs)
+  of_runs = grouped.grouped_product
   if layer is not None:
-    product = jax.named_scope(f"{ONE_OF}{len(runs) // held}")(product)
+    of_runs = functools.partial(grouped.layer_product, layer)
+  product = lambda rows, name: of_runs(rows, matrices[name], runs)
 
   def multiply(rows, name):
     y = product(rows, name)

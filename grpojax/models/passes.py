@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from grpojax.core.losses.load_balancing import ExpertLoad
-from grpojax.core.meshes import constrain, sample_cuts
+from grpojax.core.meshes import constrain, runs_kernels, sample_cuts
 from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
 from grpojax.core.types import ExtendOutput, ForwardOutput, Params, Prefix
 from grpojax.models import block, layer_stacks, moe
@@ -299,7 +299,7 @@ class Passes:
       return x, (row, routed.experts if record else None)
 
     # From sliced stacks, XLA:TPU would copy a layer's experts for every token.
-    on_tpu = self.platform == "tpu"
+    on_tpu = self.platform == "tpu" and runs_kernels()
     whole = moe.matrices_of(layer_stacks.stacks(params)[0]) if on_tpu else ()
     x, outputs = layer_stacks.scan(
       self.config, body, x, params, keys_values, cache, whole=whole

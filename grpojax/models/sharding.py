@@ -65,7 +65,7 @@ def axes_of(spec: P) -> list[tuple[str, ...]]:
 
 
 def _with_data(axes: tuple[str, ...]) -> tuple[str, ...]:
-  """Adds the axis data before fsdp, in the order of the mesh."""
+  """Puts the mesh axis "data" before each "fsdp", as in the mesh."""
   pairs = [("data", axis) if axis == "fsdp" else (axis,) for axis in axes]
   return tuple(itertools.chain(*pairs))
 
@@ -230,8 +230,8 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
 
   `prefix` is the path of `params`, "layer/" for a layer of a stack. A
   reduce-scatter sums and splits their gradients in the dtype of the parameters.
-  In bfloat16, if every addition is rounded, the sum of a micro-batch is off by
-  about 0.4% for 8 devices and 2% for 256 (independently for each micro-batch).
+  If every addition is rounded to bfloat16, a micro-batch's sum over 8 devices
+  is off by about 0.4%, over 256 by 2%. Micro-batches have independent errors.
   """
   # The stored layout also splits the gradients (`GRADIENT_RULES`).
   params = _constrain(params, prefix, gathered=False)
@@ -262,7 +262,7 @@ def _row_axes() -> dict[str, int]:
 
 
 def copy_for_rows(x: Array) -> Array:
-  """Stacks a copy of x per device that rows are split over; x if unsplit."""
+  """Stacks copies of x, one per device if rows are split; else returns x."""
   axes = _row_axes()
   if not axes:
     return x
@@ -298,7 +298,7 @@ class RowShards(NamedTuple):
 
 
 def row_shards(prompts: int, group_size: int) -> RowShards | None:
-  """Returns the layout of [B, G, ...]; None if a mesh axis splits neither."""
+  """Returns the layout; None unless each row axis of the mesh splits B or G."""
   axes = _row_axes()
   size = prompts, group_size
   rules = (meshes.ACTIVATIONS["batch"], meshes.ACTIVATIONS["group"])

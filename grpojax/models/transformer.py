@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
@@ -31,7 +32,7 @@ from grpojax.models.config import parameter_shapes as parameter_shapes
 from grpojax.models.cpu import matmul
 from grpojax.models.layer_stacks import last_layers as last_layers
 
-LARGE = 4096  # smallest vocabulary that TPUs draw from without logits
+LARGE = 4096  # minimum size for TPUs to draw without storing logits
 
 
 def _gap_mask(config: TransformerConfig) -> Bool[Array, "V"] | None:
@@ -39,6 +40,25 @@ def _gap_mask(config: TransformerConfig) -> Bool[Array, "V"] | None:
   ids = jnp.arange(config.vocab_size)
   masks = [(start <= ids) & (ids < stop) for start, stop in config.gaps]
   return functools.reduce(jnp.logical_or, masks) if masks else None
+
+
+@jax.custom_jvp
+def _head_product(hidden: Array, head: Array) -> Array:
+  """Returns hidden states times the head, summed in float32.
+
+  Rounds the gradient of 16-bit factors' product, as in other layers, because in
+  float32 it would make the products of the backward pass float32.
+  """
+  return matmul(hidden, head, jnp.float32)
+
+
+@functools.partial(_head_product.defjvp, symbolic_zeros=True)
+def _head_product_jvp(primals, tangents):
+  hidden, head = primals
+  pairs = (tangents[0], head), (hidden, tangents[1])
+  # A factor without a tangent, such as a frozen head, needs no product.
+  terms = [matmul(*x) for x in pairs if SymbolicZero not in map(type, x)]
+  return _head_product(*primals), sum(terms).astype(jnp.float32)
 
 
 def _unembed(
@@ -58,11 +78,10 @@ def _unembed(
     if rows is None:  # rows cannot be split, so use a single copy
       head = head[0]
   if rows is None:
-    logits = matmul(hidden, head, jnp.float32)
+    logits = _head_product(hidden, head)
   else:
-    multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     # Each device multiplies its own rows with its own copy.
-    logits = rows.join(jax.vmap(multiply)(rows.split(hidden), head))
+    logits = rows.join(jax.vmap(_head_product)(rows.split(hidden), head))
   if "head_scale" in params:
     logits = logits * params["head_scale"]
   logits = soft_cap(logits, config.logits_cap)

@@ -1,6 +1,6 @@
 """Compares runs by their held-out answers and metrics.
 
-Held-out answers are compared by prompt, metrics by blocks of steps because
+Held-out answers are compared by prompt, and metrics by blocks of steps, because
 neighbouring steps are correlated. Intervals describe these two runs, not other
 seeds.
 """
@@ -24,7 +24,7 @@ from grpojax.statistics.group_size import Components, mse_curve
 from grpojax.statistics.intervals import paired_difference, paired_proportions
 
 Answers = Mapping[int, tuple[str, str]]
-"""Evaluations by step: hash of the problems, and "1" per right answer."""
+"""Evaluations by step: hash of the problems, and "1" or "0" per answer."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -66,7 +66,7 @@ def texts_before_and_after(rows: Rows) -> dict[str, Any] | None:
 
 
 def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
-  """Returns accuracy of run b minus run a, at steps with the same problems."""
+  """Returns the accuracy difference b - a at steps with the same problems."""
   return [
     {"step": step} | paired
     for step in sorted(a.keys() & b.keys())
@@ -75,9 +75,9 @@ def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
 
 
 def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
-  """Returns metrics (`COMPARED`) of run b minus run a, over common steps.
+  """Returns a row per metric of `COMPARED`, over the steps that both runs have.
 
-  A row has means, a difference with interval and p-value, and its blocks.
+  A row has both means, and b - a with interval, p-value and means of blocks.
   """
   rows = []
   for name in COMPARED:
@@ -102,7 +102,7 @@ def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
 
 
 def group_size(columns: Columns) -> tuple[float, float, float] | None:
-  """Returns G* from all diagnoses, with 95% bounds; None if unknown."""
+  """Returns the best group size and its 95% bounds; None if unknown."""
   steps, lows = columns.get("optimal_group_size_low", ((), ()))
   if not steps or steps[-1] != columns["c1"][0][-1]:
     return None
@@ -114,9 +114,9 @@ def group_size(columns: Columns) -> tuple[float, float, float] | None:
 
 
 def error_of_best(columns: Columns, group_size: int) -> float | None:
-  """Returns the gradient error at a group size divided by the least error.
+  """Returns the gradient's squared error relative to the best group size.
 
-  Both use mean c1, c2 and c3 at equal samples. None unless c1 and errors > 0.
+  Both are for equally many samples. None unless mean c1 and all errors are > 0.
   """
   names = "c1", "c2", "c3"
   if not all(name in columns for name in names) or group_size < 2:
@@ -131,7 +131,7 @@ def error_of_best(columns: Columns, group_size: int) -> float | None:
 
 
 def speed(columns: Columns) -> list[dict[str, Any]]:
-  """Returns the median and the share of each part of a step's time."""
+  """Returns the parts of a step, with median seconds and share of the time."""
   if "seconds_step" not in columns:
     return []
   whole = np.array(columns["seconds_step"][1])

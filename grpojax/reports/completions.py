@@ -17,7 +17,7 @@ _SHOWN = (
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the completion of a row, with its numbers."""
+  """Returns a row's completion with its rewards and values per token."""
   sample = {name: row[name] for name in _SHOWN if name in row}
   if is_number(row.get("advantage")):  # else a list, shown by turn
     sample["advantage"] = row["advantage"]
@@ -27,7 +27,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turns(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-  """Marks environment tokens, and puts a turn's numbers at its last token."""
+  """Marks environment tokens; puts a turn's reward and advantage at its end."""
   observed: list[bool] = []
   numbers: dict[str, dict[int, float]] = {"reward": {}, "advantage": {}}
   for turn in turns:

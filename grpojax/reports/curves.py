@@ -2,7 +2,7 @@
 
 A metric without its own interval is drawn as means of blocks of steps with
 Student's 95% interval. Steps of a block count as independent, since they have
-different prompts and samples; progress within a block only widens it.
+different prompts and samples; a trend within a block only widens the interval.
 """
 
 import math
@@ -18,7 +18,7 @@ from grpojax.statistics.intervals import mean_interval
 POINTS = 400  # largest number of points of a curve
 BLOCKS = 40  # largest number of blocks; their lengths differ by at most a step
 BLOCK = 5  # smallest number of steps in a block
-REWARD_COLUMNS = 100  # largest number of columns of one or more steps
+REWARD_COLUMNS = 100  # largest number of columns, each of one or more steps
 REWARD_VALUES = 12  # largest number of distinct rewards; else they are binned
 REWARD_BINS = 20
 
@@ -65,7 +65,7 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
 
 
 def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
-  """Returns the indices of points to draw: the extremes of equal parts."""
+  """Returns the indices to draw: minimum and maximum of equally long parts."""
   count = len(values)
   if count <= points:
     return list(range(count))
@@ -91,7 +91,7 @@ def block_edges(count: int) -> list[tuple[int, int]]:
 def blocks(
   steps: Sequence[int], values: Sequence[float]
 ) -> dict[str, list[float]] | None:
-  """Returns means of blocks of steps with intervals; None for few steps."""
+  """Returns means of blocks with intervals; None if there are too few steps."""
   edges = block_edges(len(steps))
   if not edges:
     return None
@@ -113,7 +113,7 @@ def by_step(columns: Columns, name: str) -> dict[int, float]:
 def _curve(name: str, columns: Columns) -> Curve:
   steps, values = columns[name]
   lows, highs = (by_step(columns, f"{name}{x}") for x in ("_low", "_high"))
-  # The metric's own 95% interval by step, if any; high None is infinite.
+  # The metric's own 95% interval by step, if any; a high of None is infinite.
   bounds = {s: (lows[s], highs.get(s)) for s in steps if s in lows}
   chosen = thinned(np.array(values))
   curve: Curve = {
@@ -132,10 +132,9 @@ def _curve(name: str, columns: Columns) -> Curve:
 def curves(columns: Columns) -> dict[str, Curve]:
   """Returns the curves of all metrics of a run, by name.
 
-  A curve has `x`, `y` (extremes if there are many steps), `last`, and either
-  the metric's 95% interval `low` and `high` (None: no bound) or `blocks`. The
-  columns of a metric m's interval are `m_low` and `m_high`; `m_se` is not
-  drawn.
+  A curve has `x`, `y` (`thinned` if there are many steps), `last`, and either
+  the metric's 95% interval `low` and `high` (None: no bound) or `blocks`.
+  Columns `m_low`, `m_high` and `m_se` of a metric m have no curve of their own.
   """
 
   def is_bound(name):

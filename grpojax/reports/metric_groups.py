@@ -1,7 +1,4 @@
-"""Groups of metrics in a report, and their titles.
-
-Unknown metrics are shown in the last group.
-"""
+"""Groups of metrics in a report, and their titles."""
 
 import itertools
 import re

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import os
 import pathlib
 import platform
 import sys
@@ -11,11 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from grpojax.runtime.files import disk
 
-LONG = ("sample", "diagnose", "update", "step")  # announced programs
-MOST_BYTES = 4 * 2**30  # limit of the cache when a program starts
+LONG = ("sample", "diagnose", "update", "step")  # slow to compile, so announced
+MOST_BYTES = 4 * 2**30  # limit of the cache's size, applied at the start
 
 _listeners: list[Callable[[str], None]] = []
 
@@ -63,20 +65,27 @@ def _warn_once() -> None:
       warned.append(text)
       cache = f"compilation cache {jax.config.jax_compilation_cache_dir}"
       remedy = "repair it, or set JAX_COMPILATION_CACHE_DIR to another"
-      text = f"warning: the {cache} cannot be used ({text[:300]}): {remedy}"
-      print(text, file=sys.stderr, flush=True)
+      line = f"warning: the {cache} cannot be used ({text[:300]}): {remedy}"
+      print(line, file=sys.stderr, flush=True)
+    if failed and "could not be acquired" in text:
+      # Each further program would wait ten seconds for the lock, twice.
+      jax.config.update("jax_enable_compilation_cache", False)
+      compilation_cache.reset_cache()
 
   warnings.showwarning = show_once
 
 
 def keep() -> None:
-  """Makes JAX store compiled programs in the user's cache, and limits its size.
+  """Makes JAX store compiled programs in the user's cache, up to `MOST_BYTES`.
 
-  JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=0 take precedence.
+  JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE=0 and
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS take precedence.
   JAX's own size limit is not used: after a kill its lock would stay forever.
   """
   _warn_once()
   config = jax.config
+  if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   enabled = config.jax_enable_compilation_cache
   if config.jax_compilation_cache_dir or not enabled:
     return
@@ -90,9 +99,12 @@ def keep() -> None:
     path = disk.user_cache() / "xla" / machine
     config.update("jax_compilation_cache_dir", str(path))
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    files = sorted((file.stat().st_atime, file) for file in path.iterdir())
-    while sum(file.stat().st_size for _, file in files) > MOST_BYTES:
-      files.pop(0)[1].unlink()
+    files = [(file.stat(), file) for file in path.iterdir()]
+    excess = sum(about.st_size for about, _ in files) - MOST_BYTES
+    for about, file in sorted(files, key=lambda x: x[0].st_atime):
+      if excess > 0:
+        file.unlink()
+        excess -= about.st_size
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ Groups = Float[Array, "B G"]
 
 
 class PromptEstimates(NamedTuple):
-  """Unbiased estimates per direction and prompt, or their sums over prompts."""
+  """Unbiased estimates by direction (V) and prompt (B), or sums over B."""
 
   gradient_sq: Float[Array, "V *B"]  # ||g(x)||^2
   oracle: Float[Array, "V *B"]  # E[||s||^2 delta^2]

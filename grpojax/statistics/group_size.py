@@ -59,11 +59,11 @@ def mse_curve(
   2603.01162 with its remainder; the oracle's error lacks the last term. G >= 2,
   N = `num_samples` is the size of the batch, and B = N / G is not rounded.
 
-  If there are M = `prompts`, each is drawn once per epoch. A batch that starts
-  with an epoch has r = B mod M prompts beyond whole epochs, and c1 / B becomes
-  M / (M - 1) c1 r (1 - r / M) / B^2. Within an epoch this equals M / (M - 1) c1
-  (1 / B - 1 / M); at its end it is 0. A batch may span several steps of nearly
-  equal parameters. A diagnosis estimates M / (M - 1) c1.
+  If the data has M = `prompts` prompts, each is drawn once per epoch. A batch
+  that starts with an epoch has r = B mod M prompts beyond whole epochs, and c1
+  / B becomes M / (M - 1) c1 r (1 - r / M) / B^2. Within an epoch this equals M
+  / (M - 1) c1 (1 / B - 1 / M); at its end it is 0. A batch may span several
+  steps of nearly equal parameters. A diagnosis estimates M / (M - 1) c1.
   """
   c = components
   n = num_samples

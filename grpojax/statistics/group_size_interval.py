@@ -23,8 +23,8 @@ def group_size_interval(
 ) -> tuple[Scalar, Scalar]:
   """Returns the 95% interval of G* = 1 + sqrt(c3 / c1), from a diagnosis.
 
-  `over_prompts` and `over_tangents` are covariances of the components. Bounds
-  that they do not determine are 1 and inf.
+  `over_prompts` and `over_tangents` are covariances of the components. A bound
+  is 1 or inf if the covariances do not determine it.
   """
   # Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho:
   # the sum of variances w1 (B - 1 degrees) and w2 (V - 1 degrees) has
@@ -67,8 +67,8 @@ def _fieller(
 ) -> tuple[Scalar, Scalar]:
   """Returns the interval of G* from E. C. Fieller's (1954) interval of c1 / c3.
 
-  Fieller's contains all rho for which c1 - rho c3 is within t standard errors
-  of 0. If it includes rho <= 0, the upper bound of G* is infinite.
+  Fieller's interval contains all rho for which c1 - rho c3 is within t standard
+  errors of 0. If it includes rho <= 0, the upper bound of G* is infinite.
   """
   # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) expands to
   # quadratic rho^2 - 2 linear rho + constant <= 0.

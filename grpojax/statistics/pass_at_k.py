@@ -12,7 +12,7 @@ MOST_SAMPLES = 1000  # per prompt; beyond, binomial coefficients overflow
 
 
 def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
-  """Estimates the probability that any of k samples is correct, unbiased.
+  """Unbiased estimate of the probability that at least one of k is correct.
 
   It is 1 - C(n - c, k) / C(n, k) if c of n samples are correct (arXiv
   2107.03374, equation 1). ValueError if k > n.
@@ -33,7 +33,7 @@ def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
 def majority_at_k(
   labels: Int[np.ndarray, "*B n"], correct: Bool[np.ndarray, "*B n"], k: int
 ) -> Float[np.ndarray, "*B"]:
-  """Estimates the probability that a vote of k samples is correct, unbiased.
+  """Unbiased estimate of the probability that a vote of k samples is correct.
 
   It is the share of subsets of k samples whose most frequent answer is correct
   (self-consistency, arXiv 2203.11171, section 2). A tie counts with the share
@@ -50,7 +50,7 @@ def majority_at_k(
 def _votes(
   labels: Int[np.ndarray, "n"], correct: Bool[np.ndarray, "n"]
 ) -> tuple[tuple[tuple[int, bool], ...], int]:
-  """Returns (votes, correct) of each answer, sorted, and the number of -1."""
+  """Returns the answers' sorted (votes, correct), and the number of SILENT."""
   answers, answer_of_sample = np.unique(labels, return_inverse=True)
   votes = np.bincount(answer_of_sample)
   correct_votes = np.bincount(answer_of_sample, weights=correct)

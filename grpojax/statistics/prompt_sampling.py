@@ -11,8 +11,8 @@ pi_i = B q_i rows of prompt i, limited to `most`; systematic sampling (Madow,
 
     w_i = B r_i / pi_i  <=  1 / u
 
-the mean of w f over a batch is an unbiased estimate of sum_i r_i f_i for any f,
-gradients too (Horvitz and Thompson, 1952).
+the mean of w f over a batch is an unbiased estimate of sum_i r_i f_i for every
+f, such as gradients (Horvitz and Thompson, 1952).
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ def expected_rows(
 ) -> Vector:
   """Returns each prompt's expected number pi of rows in a batch of `rows`.
 
-  Priorities only divide the rows of a stratum, whose number is fixed and must
-  not exceed the stratum's size times `most`. `uniform` is u, in (0, 1].
+  Each stratum has a fixed number of rows, at most its size times `most`, which
+  priorities divide among its prompts. `uniform` is u, in (0, 1].
   """
   total = sum(stratum.weight for stratum in strata)
   expected = []

@@ -6,8 +6,8 @@
 An arm is a list of settings of `grpojax.train` separated by spaces, such as
 "advantage=score_weighted score_power=1". It gets the learning rate with the
 highest mean reward on separate tuning seeds. With the same seed all arms have
-the same prompts and first samples, so each arm is compared with the first arm,
-seed by seed, by the mean reward of fresh samples over training, and by the
+the same prompts and first samples. So each arm is compared with the first arm
+seed by seed: by the mean reward of fresh samples over training, and by the
 held-out accuracy, averaged over evaluations every `train.eval.every` steps. If
 arms differ in rewards, sampling distribution or choice of prompts, only the
 accuracy is compared. DIR, by default runs/compare, receives
@@ -156,7 +156,7 @@ def _unreadable(config: ConfigDict) -> list[str]:
 
 
 def _budget(run: TrainSettings) -> tuple[tuple[int, int], set[float]]:
-  """Returns (completions, problems), and times of evaluations in [0, 1]."""
+  """Returns (completions, held-out problems), and times of evaluations."""
   samples = run.steps * batches.samples_per_step(run)
   evaluations = range(run.eval.every, run.steps, run.eval.every)
   return (samples, run.eval.num_prompts), {x / run.steps for x in evaluations}
@@ -256,7 +256,7 @@ def table(
 
 
 def draw(axes, config: ConfigDict, rows, tuned: Tuned, lines, name) -> None:
-  """Draws rewards by step, by learning rate if several, and the differences.
+  """Plots rewards by step, by learning rate if several, and the differences.
 
   `rows` are from curves.csv, `lines` from results.csv.
   """

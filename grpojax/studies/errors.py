@@ -68,7 +68,7 @@ def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   `(directions, *arguments of make_score) -> [n, V, d]`, with d outputs of all
   matrices. Let S and T [in, out] be a matrix's gradients for two completions. A
   vector a [in] of independent signs has E[a a^T] = 1, so a S . a T is an
-  unbiased estimate of S . T; there are V such vectors (`random_directions`). a
+  unbiased estimate of S . T; `random_directions` draws V of them. The product a
   S is the gradient with respect to B in W + A B at A = a, B = 0, so the
   gradient of a whole matrix is never formed. Embeddings and norms are left out.
   """
@@ -307,8 +307,8 @@ def mean_over_prompts(
   A prompt's variance is jackknifed (R. G. Miller, 1974), which for U-statistics
   is never biased downwards (B. Efron and C. Stein, 1981). Blocks and
   projections err independently, so their variances add up; the interval is
-  Student's. By Welch and Satterthwaite its degrees of freedom are at least the
-  smaller of both numbers.
+  Student's. Its degrees of freedom follow Welch and Satterthwaite, each
+  prompt with the smaller of blocks - 1 and projections - 1.
   """
   degrees = [without.shape[-1] - 1 for without in replicates]
   each = zip(replicates, degrees, strict=True)

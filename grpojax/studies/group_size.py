@@ -6,7 +6,7 @@
 
 At each budget of N = B G samples per step it trains with every group size and
 with group_size = "auto", on several seeds. Predictions G* = 1 + sqrt(c3 / c1)
-come from diagnoses of the initial policy and in automatic runs. DIR, by default
+come from diagnoses of the initial policy and of automatic runs. DIR, by default
 runs/group_size, receives
 
     prediction.json   the first diagnosis
@@ -199,7 +199,7 @@ def table(config: ConfigDict, rows: study.Rows) -> list[dict[str, Any]]:
 
   The reward of fresh samples for new prompts at every step estimates the
   objective itself. Runs of the same seed share first samples, so intervals are
-  of differences from the mean of the fixed sizes with this seed.
+  of a run's difference from the mean of the fixed-size runs with its seed.
   """
   sizes = _sizes(config)
   table_rows = []
@@ -255,7 +255,7 @@ def _along(rows, budget: int):
 
 
 def draw(grid, config: ConfigDict, rows, lines, prediction) -> None:
-  """Draws accuracy by step, mean reward by G, and the automatic G by step."""
+  """Plots accuracy by step, mean reward by G, and the automatic G by step."""
   for axes, budget in zip(grid, config.budgets, strict=True):
     _draw_curves(axes[0], config, study.select(rows, budget=budget))
     _draw_sizes(axes[1], study.select(lines, budget=budget), prediction)

@@ -2,11 +2,11 @@
 
     python -m grpojax.studies.mse [--run_dir=DIR] [--config.key=value ...]
 
-Figure 4 of arXiv 2603.01162 for a base model, an instruct model, and the base
-model with solved examples in its prompt. The error is that of the gradient of a
-prompt's expected reward with respect to all parameters or, for large models, of
-random `projections` of the gradients of the layers' matrices. Errors are
-conditional on the prompt, and averaged over held-out prompts.
+It repeats Figure 4 of arXiv 2603.01162 for a base model, an instruct model, and
+the base model with solved examples in its prompt. The error is that of the
+gradient of a prompt's expected reward with respect to all parameters or, for
+large models, of random `projections` of the gradients of the layers' matrices.
+Errors are conditional on the prompt, and averaged over held-out prompts.
 
 Points are errors of groups from a pool of completions per prompt
 (`errors.group_errors`). Curves are the exact formulas of
@@ -287,7 +287,7 @@ def summary(rows: run.Rows, lines: run.Rows) -> dict[str, Any]:
 
 
 def draw(axes: np.ndarray, rows: run.Rows, config: ConfigDict) -> None:
-  """Draws errors by group size, and below them their ratios to the oracle's."""
+  """Plots errors by group size, and below them their ratios to the oracle's."""
   configurations = _by_configuration(rows)
   for column, (name, lines) in zip(axes.T, configurations.items(), strict=True):
     for estimator, style in _STYLES.items():
@@ -309,7 +309,7 @@ def draw(axes: np.ndarray, rows: run.Rows, config: ConfigDict) -> None:
 
 
 def _draw_curve(ax, rows, style, columns) -> None:
-  """Draws a curve, and points with intervals; columns as in `_PANELS`."""
+  """Plots a curve, and points with intervals; columns as in `_PANELS`."""
   label, colour, marker, shift = style
   names = ("group_size", *columns, "theory_low", "theory_high")
   sizes, value, low, high, theory, *band = (

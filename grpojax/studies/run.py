@@ -2,8 +2,8 @@
 
 A study's directory, by default runs/NAME, holds config.json, partial results,
 and finally tables (CSV), summary.json and NAME.png. The same command resumes; a
-different config is refused. In it, runs/R is the directory of training run R,
-and logs/R.txt its output.
+different config is refused. The directory's runs/R belongs to training run R,
+and its logs/R.txt is the run's output.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ ConfigErrors = Callable[[ConfigDict], Iterable[str | tuple[str, str]]]
 class Results(NamedTuple):
   """Results of a study: its files, and lines to print."""
 
-  tables: Mapping[str, Rows]  # rows of NAME.csv; lists are left out
+  tables: Mapping[str, Rows]  # rows of NAME.csv, which leaves out lists
   lines: Sequence[str]
   draw: Callable[[np.ndarray], None]  # into axes [rows, columns]
   panels: tuple[int, int]  # rows and columns of the picture

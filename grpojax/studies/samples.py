@@ -62,7 +62,7 @@ def questions(_, split: str) -> list[Example]:
   orders = [rng.permutation(len(kind))[chosen] for kind in kinds]
   return [
     {"prompt": f"What is {kind[i][0]}?", "answer": str(kind[i][1])}
-    for turn in zip(*orders, strict=False)  # the shortest kind has 27
+    for turn in zip(*orders, strict=False)  # the shortest kind has 27 questions
     for kind, i in zip(kinds, turn, strict=True)
   ]
 
@@ -89,7 +89,7 @@ class Bench(NamedTuple):
   """Model, prompts and compiled functions of a configuration."""
 
   policy: policies.Policy
-  batches: list  # with one prompt each, and its example
+  batches: list  # a prompt and its example in each
   sampler: Any  # samples a pool; from `step.sampling.make_sampler`
   score: Any  # from `errors.make_score` or `errors.make_projected_score`
   reward: Any = exact_answer
@@ -143,7 +143,7 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
 
 
 class Sampled(NamedTuple):
-  """Rewards and scores of a prompt's completions; pools follow each other."""
+  """Rewards and scores of a prompt's completions, pool after pool."""
 
   rewards: np.ndarray  # [S]
   gram: np.ndarray  # [S, S], inner products of their scores

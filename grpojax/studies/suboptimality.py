@@ -149,7 +149,7 @@ def distances(
 
 
 def null_bands(quantiles: Quantiles, size: int) -> tuple[float, float]:
-  """Returns 95% quantiles of the `distances` from `size` draws to the limit."""
+  """Returns 95% quantiles of `distances` between the limit and `size` draws."""
   rng = np.random.default_rng(1)
   samples = rng.choice(quantiles, size=(200, size))
   apart = [distances(sample, quantiles) for sample in samples]
@@ -173,7 +173,7 @@ class Outcome(NamedTuple):
   gaps: Float[np.ndarray, "S R"]  # n (J* - J(theta_n)) by n and run
   limit: Quantiles  # of the limit distribution
   limit_mean: float
-  linear_mean: Float[np.ndarray, "S"]  # by n, if J were quadratic
+  linear_mean: Float[np.ndarray, "S"]  # mean gap by n, if J were quadratic
   bands: tuple[float, float]  # 95% quantiles of KS and W1 by chance
 
 
@@ -255,7 +255,7 @@ def outcome(
 
 
 def best_group_size(known: Bandit) -> float:
-  """Returns the group size whose limit has the smallest mean, at any N.
+  """Returns the group size whose limit has the smallest mean, for every N.
 
   The mean is linear in the noise, so it has the form a1 G + a2 + a3 / (G - 1)
   of Proposition 3, with its minimum at 1 + sqrt(a3 / a1).
@@ -301,7 +301,7 @@ def tables(steps: tuple[int, ...], outcomes: Outcomes) -> dict[str, list[dict]]:
 
 
 def draw(axes: np.ndarray, steps: tuple[int, ...], outcomes: Outcomes) -> None:
-  """Draws the distributions, means against G, and convergence in n."""
+  """Plots the distributions, means against G, and convergence in n."""
   tails, means, convergence = axes[0]
   sizes = sorted({g for _, g in outcomes})
   n = steps[-1]
@@ -343,7 +343,7 @@ def draw(axes: np.ndarray, steps: tuple[int, ...], outcomes: Outcomes) -> None:
 
 
 def _draw_tail(axis, result: Outcome, colour: str, name: str) -> None:
-  """Draws the share of runs above each gap, with theory as a line."""
+  """Plots the share of runs above each gap, with theory as a line."""
   gaps = np.sort(result.gaps[-1])
   above_limit, above = (
     1 - (np.arange(len(x)) + 0.5) / len(x) for x in (result.limit, gaps)

@@ -46,7 +46,7 @@ def make_problem(
 ) -> Problem:
   """Draws normal features, and rewards 1 or 0 by the sign of normal numbers.
 
-  A number is a term shared by all prompts plus `spread` times a prompt's own.
+  Each is a term shared by all prompts, plus `spread` times a prompt's own.
   """
   rng = np.random.default_rng(seed)
 

@@ -54,13 +54,13 @@ class Row(NamedTuple):
   """A setting of the other library and its translation."""
 
   default: Any = None  # of the other library
-  # Our setting, or a function of their settings and this name that yields
-  # items; None if another row reads the value.
+  # Our setting, or a function that yields items, given their settings and the
+  # row's name; None if another row reads the value.
   to: "str | Callable[[Origin, str], Items] | None" = None
-  # Our value by their value, or a function of their value and all their
+  # Dict from their value to ours, or a function of their value and all their
   # settings. Nothing is set if the result is None.
   value: "Mapping[Any, Any] | Callable[[Any, Origin], Any] | None" = None
-  # Meaning of the value in grpojax: a sentence for all values but the default,
+  # Meaning of the value in grpojax: one sentence for all non-default values,
   # a sentence per value, or a function as in `value`.
   note: Text = ""
   missing: Text = ""  # likewise, for values without a counterpart
@@ -75,7 +75,7 @@ class Sizes(NamedTuple):
   splits: int  # their number of updates per generation
   minibatches: int  # our updates per generation, which keep groups whole
   updates: int  # optimizer updates per step, over all epochs
-  steps: int | None  # of the run; None if it depends on the data
+  steps: int | None  # steps of the run; None if it depends on the data
 
 
 class Library(NamedTuple):
@@ -281,7 +281,7 @@ max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
 def micro_batches(at_least: int, origin: Origin) -> int:
   """Returns an update's number of micro-batches; results do not depend on it.
 
-  It is `at_least` or more, but lower if micro-batches would have fewer than
+  It is at least `at_least`, unless micro-batches would then have fewer than
   `PART` completions, which is slow. ValueError for more than MAX_COMPLETIONS.
   """
   sizes = origin.sizes
@@ -299,7 +299,7 @@ def micro_batches(at_least: int, origin: Origin) -> int:
 
 
 def steps(origin: Origin, name: str, epochs: str, limited: bool) -> Items:
-  """Translates the number of steps: from `name` if `limited`, else `epochs`."""
+  """Translates the number of steps: from `name` if `limited`, or `epochs`."""
   count = origin.sizes.steps
   yield origin.setting("steps", count or 100, name if limited else epochs)
   if count is None:

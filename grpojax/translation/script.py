@@ -82,7 +82,7 @@ class _Script(NamedTuple):
   def names(self, node: ast.AST, kind: type, file: pathlib.Path) -> list[str]:
     """Lists functions or classes as "FILE.py:name" or "module:name".
 
-    Texts are kept. ValueError for other expressions.
+    Strings stay as they are. ValueError for other expressions.
     """
     known = dict(self.imported)
     for name, definition in self.definitions.items():
@@ -355,9 +355,9 @@ def _arguments(
 def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
   """Returns a module that defines `names`, and all names left undefined.
 
-  It copies the script's statements that define these names, or define or change
-  values they use, except `if __name__ == "__main__"`. The script is never run:
-  symbol tables list the names that a statement uses.
+  Copies the statements of the script that define these names, or that define or
+  change values used by the copies, except `if __name__ == "__main__"`. Symbol
+  tables list the names that a statement uses; the script is never run.
   """
   statements = [
     x

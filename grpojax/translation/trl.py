@@ -297,7 +297,7 @@ TABLE = {
     lambda x, t: "FILE.py:CLASS" if "environment_factory" in t.unread else x,
     note=f"its get_reward is the reward `environment`; {rules.TURNS}",
   ),
-  "max_tool_calling_iterations": Row(  # does not count the first turn
+  "max_tool_calling_iterations": Row(  # TRL does not count the first turn
     None,
     "environment.max_turns",
     lambda x, _: None if x is None else max(x, 0) + 1,

@@ -52,7 +52,7 @@ def _sizes(origin: Origin) -> rules.Sizes:
 
 
 def _rewards(origin: Origin, name: str) -> Items:
-  """Translates the reward function, and DAPO's penalty of long completions."""
+  """Translates the reward function, and DAPO's penalty for long completions."""
   weights = {"math_answer": 1.0}
   if origin[name]:
     function = origin[f"{REWARD}.name"]
@@ -118,7 +118,7 @@ def _warmup(origin: Origin, name: str) -> Items:
 
 
 def _betas(origin: Origin, name: str) -> Items:
-  """Translates the decay rates of AdamW."""
+  """Translates beta1 and beta2 of AdamW."""
   first, second = origin[name]
   yield origin.setting("optim.b1", first, name)
   yield origin.setting("optim.b2", second, name)
@@ -128,7 +128,7 @@ _WHITENS = "advantages are whitened over completions, in verl over tokens"
 _UNBIASED = "the baseline excludes the completion's own reward, unlike verl's"
 _WEIGHTED = f"{_UNBIASED}; weights use (1 - p)^2"
 _GPG = "verl also multiplies by samples / (samples with a nonzero reward)"
-_ADVANTAGES = {  # (ours, difference)
+_ADVANTAGES = {  # (our estimator, difference)
   "grpo": ("grpo", ""),
   "grpo_vectorized": ("grpo", ""),
   "rloo": ("leave_one_out", ""),
@@ -162,7 +162,7 @@ def _advantage(origin: Origin, name: str) -> Items:
 
 _CLIPPED = ("loss.clip_low", "loss.clip_high")
 _DPPO = ("loss.dppo_low", "loss.dppo_high")
-_SURROGATES = {  # (surrogate, bounds, setting of clip_ratio_c)
+_SURROGATES = {  # (surrogate, bounds, setting for clip_ratio_c)
   "vanilla": ("clipped", _CLIPPED, "loss.dual_clip"),
   "gspo": ("clipped", _CLIPPED, "loss.dual_clip"),
   "cispo": ("cispo", ("loss.cispo_min", "loss.cispo_max"), None),
@@ -267,7 +267,7 @@ def _correction(origin: Origin, name: str) -> Items:
 
 
 def _rejection(origin: Origin, name: str) -> Items:
-  """Translates the rejection of completions by their mean importance ratio."""
+  """Translates the rejection of completions by their geometric-mean ratio."""
   kind = origin[name]
   limit = f"{name}_threshold"
   if not kind:
@@ -281,7 +281,7 @@ def _rejection(origin: Origin, name: str) -> Items:
     yield Note(name, text, missing=True)
     return
   low, high = _bounds(origin, limit)
-  if low is None and high > 0:  # a single bound is symmetric
+  if low is None and high > 0:  # a single bound h means 1/h to h
     low = 1 / high
   if not 0 < (low or 0.0) <= high < math.inf:
     raise ValueError(_BAD_BOUNDS.format(limit, origin[limit]))
@@ -309,7 +309,7 @@ _ROWS = {  # names without a leading "actor_rollout_ref."
   "model.lora_alpha": Row(16, "lora.alpha", when=[f"{MODEL}.lora_rank"]),
   "model.target_modules": Row("all-linear", rules.lora_targets),
   "model.enable_gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
-  "ref.fsdp_config.param_offload": Row(  # the full KL needs a device reference
+  "ref.fsdp_config.param_offload": Row(  # full KL needs a reference on devices
     False,
     "model.reference",
     lambda x, t: "host" if x and t[KL_TYPE] != "full" else None,
@@ -353,7 +353,7 @@ _ROWS = {  # names without a leading "actor_rollout_ref."
   "rollout.multi_turn.max_tool_response_length": Row(
     256,
     "environment.max_observation",
-    note="characters per answer in verl, here tokens of a turn's answers",
+    note="verl limits characters per answer, here tokens of a turn's answers",
     when=[f"{ROLLOUT}.multi_turn.enable"],
   ),
   # Batches and length of the run

@@ -159,6 +159,8 @@ def cases(devices, dtype):
     yield "attention", attention_gradient, (*args, *masks), {}
   args = array(256, 512), array(8, 512, 256), array(8, dtype=ids)
   yield "ragged dot", jax.lax.ragged_dot, args, {}
+  product = lambda x, w, runs: jnp.sum(jax.lax.ragged_dot(x, w, runs)) ** 2
+  yield "ragged gradient", jax.grad(product, argnums=1), args, {}
   lm, loss = forward(dtype)
   params = jax.eval_shape(lm.init, jax.random.key(0))
   params = jax.tree.map(lambda p: array(*p.shape, dtype=p.dtype), params)

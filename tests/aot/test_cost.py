@@ -148,6 +148,11 @@ def test_ragged_dot(costs, platform):
   if platform != "cpu":
     moved = 2 * (256 * 512 + 8 * 512 * 256 + 256 * 256)
     assert counted.bytes == pytest.approx(moved, rel=1e-3)
+    # XLA's cycles are those of all rows with all matrices. Forward, and for the
+    # matrices' gradient, which contracts the rows:
+    counted = costs("ragged gradient")
+    assert counted.flops == 2 * 2 * 256 * 512 * 256
+    assert sum(i.cycles for i in counted.instructions if i.flops) == 0
 
 
 @pytest.mark.slow

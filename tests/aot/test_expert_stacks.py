@@ -42,6 +42,9 @@ def test_experts_are_read_once_per_token():
   experts = sum(
     i.bytes * i.trips
     for i in counted.instructions
-    if "ragged" in i.op_name or "dynamic_index" in i.op_name
+    if "layer_product" in i.op_name or "dynamic_index" in i.op_name
   )
-  assert least < experts / (TOKENS - 1) < 1.3 * least
+  assert least < experts / (TOKENS - 1) < 1.1 * least
+  # The parser does not see the kernel: nothing else handles a layer's matrices.
+  others = (i for i in counted.instructions if "layer_product" not in i.op_name)
+  assert max(i.bytes for i in others if i.trips > TOKENS) < MATRIX / 4

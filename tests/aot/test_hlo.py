@@ -195,6 +195,32 @@ def test_flops(line, flops):
   assert counted.flops == flops
 
 
+def test_ragged_fusion():
+  """libtpu 0.0.52: cycles are as if all 4 groups had all rows."""
+  counted = costs("""
+e m=bf16[4,8,32] x=bf16[64,8] s=pred[4,64]
+  ROOT %r = bf16[64,32] fusion(%m, %x, %s), kind=kCustom, calls=%f,\
+ backend_config={"estimated_cycles":"4917277","is_ragged_dot":true,\
+"iteration_skipper_mode":"ITERATION_SKIPPER_MODE_GROUP_STARTS"}
+
+f m=bf16[4,8,32] x=bf16[64,8] s=pred[4,64]
+  %all = bf16[4,64,8] broadcast(%x), dimensions={1,2}
+  %y = bf16[4,64,32] convolution(%all, %m),\
+ window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf
+  %mask = pred[4,64,32] broadcast(%s), dimensions={0,1}
+  %zero = bf16[] constant(0)
+  %zeros = bf16[4,64,32] broadcast(%zero), dimensions={}
+  %masked = bf16[4,64,32] select(%mask, %y, %zeros)
+  ROOT %sum = bf16[64,32] reduce(%masked, %zero), dimensions={0}, to_apply=%add
+
+add a=bf16[] b=bf16[]
+  ROOT %c = bf16[] add(%a, %b)
+""")
+  (product,) = counted.instructions
+  assert (product.flops, product.cycles) == (2 * 64 * 8 * 32, 0)
+  assert product.bytes == 2 * (4 * 8 * 32 + 64 * 8 + 64 * 32) + 4 * 64
+
+
 LOOP = """
 e x=f32[8,8]
   %start = s32[] constant(START)

@@ -104,6 +104,14 @@ def test_sampling_parts_multiply_runs_but_not_memory(monkeypatch):
   assert measured == [("rollout", T - 1, 4), ("update", T - 1, 1)]
 
 
+def test_logits_chunk_of_the_machine(monkeypatch):
+  """JAX takes 3/4 of an H100's memory by default."""
+  assert open_run().settings.optim.update.chunk_size == 256  # on a CPU
+  monkeypatch.setattr(programs.chips, "of_kind", lambda kind: CHIPS["h100"])
+  chunk = open_run().settings.optim.update.chunk_size  # of 100 tokens
+  assert chunk <= 0.1 * 0.75 * 84.95e9 / (12 * 100) < 2 * chunk
+
+
 def test_cache_bytes_shrink_with_parts():
   part = Part(memory_bytes=2**30, temporary_bytes=2**30)
   token = 2 * 4 * 2 * 32 * 4  # keys and values: 2, layers, K, E, bytes
@@ -148,6 +156,15 @@ def test_missing_plugin_is_explained(monkeypatch, name, error, remedy):
   monkeypatch.setattr(topology.jax.config, "update", lambda *_: None)
   with pytest.raises(ValueError, match=f"^--topology={name}: .*{remedy}"):
     topology.machine(name)
+
+
+def test_another_libtpu_is_reported(monkeypatch):
+  required = ["numpy>=2", 'libtpu==0.0.42.*; extra == "tpu"']
+  monkeypatch.setattr(topology.metadata, "requires", lambda _: required)
+  for version, reported in (("0.0.42.1", False), ("0.0.420", True)):
+    monkeypatch.setattr(topology.metadata, "version", lambda _, v=version: v)
+    assert bool(topology.libtpu_warning("v5e:2x2")) == reported
+    assert topology.libtpu_warning("h100:8") == ""
 
 
 def test_eos_ids_and_invalid_models(tmp_path):

@@ -35,6 +35,7 @@ def test_estimate_by_xla_cycles():
   chip = ROUND._replace(clock=10.0)
   counted = roofline.estimate(Cost(instructions, ()), chip)
   assert counted.by_cycles == pytest.approx(14 + 1 + 3 + 3 * HOP)
+  assert counted.untimed == pytest.approx(1)
   instructions = (
     instruction(0, 0, 3, cycles=40),  # 2 s on both cores, three times
     # 8 s of products at the peak, so 90 cycles count both cores already.

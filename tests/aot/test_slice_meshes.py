@@ -115,6 +115,15 @@ def test_gradients_of_tensor_split_weights_are_scattered():
   assert bytes_sent == {("reduce-scatter", 4): MATRICES // 2 * 3 // 4}
 
 
+@pytest.mark.slow
+def test_equal_sides_add_gradients_by_an_all_reduce():
+  """XLA:TPU's choice, even for `jax.lax.psum_scatter` (docs/models.md)."""
+  pytest.importorskip("libtpu")
+  _, bytes_sent = sent("v5e:4x4", 1, 16, 1)
+  assert bytes_sent["all-reduce", 16] == 2 * MATRICES * 15 // 16
+  assert {kind for kind, _ in bytes_sent} == {"all-gather", "all-reduce"}
+
+
 def sent_for_gradients(name, data, fsdp, tensor):
   """Compiles an MLP with scanned layers; returns the results of `sent`."""
   devices = topology.machine(name).devices

@@ -1,5 +1,7 @@
 """Log-probabilities of tokens, and samples of their distribution."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,6 +113,26 @@ def test_gradients_of_chunks_are_added_in_float32():
 
   gradient = jax.grad(total)(jnp.zeros((1, vocab), jnp.bfloat16))
   np.testing.assert_array_equal(gradient[0], tokens * (np.eye(4)[0] - 0.25))
+
+
+def test_a_16_bit_head_is_cast_once():
+  """The only cast to 16 bits is that of the gradient, after the chunks."""
+  head = jax.ShapeDtypeStruct((5, V), jnp.bfloat16)
+  lm = LM(
+    init=None,
+    prefill=lambda params, ids, mask: Prefix(jnp.ones((1, 5)), ids, None),
+    extend=lambda params, prefix, ids, **_: (jnp.ones((*ids.shape, 5)), None),
+    unembed=lambda params, hidden: hidden.astype(params.dtype) @ params,
+    init_cache=None,
+  )
+  batch = PROMPTS[:1], PROMPT_MASK[:1], IDS[:1, :1]
+
+  def total(params):
+    return token_logprobs(lm, params, *batch, chunk_size=3)[0].sum()
+
+  text = str(jax.make_jaxpr(jax.grad(total))(head))
+  casts = re.findall(r":(\w+)\[5,11\] = convert_element_type", text)
+  assert casts.count("bf16") == 1, text
 
 
 # Sampling.

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpojax.aot import cost, hlo, topology
+from grpojax.models import grouped
 from grpojax.models.grouped import grouped_product
 
 
@@ -23,6 +24,7 @@ RUNS = {
   "empty runs and unused rows": (96, (10, 0, 53, 1, 0)),
   "longer than a tile": (512, (200, 0, 300)),
   "only empty runs": (16, (0, 0)),
+  "less than a tile": (7, (2, 0, 5)),
 }
 
 
@@ -67,6 +69,26 @@ def test_values_and_derivatives(monkeypatch, name, kernel):
     close(alone[: len(expected)], expected)
   along = lambda f: jax.jit(lambda *x: jax.jvp(f, *x)[1])(args, tangents)
   close(along(ours), along(plain))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_layer_of_a_stack(monkeypatch, name):
+  """Tiles of several runs, and columns in three blocks; layer 2 is of NaN."""
+  monkeypatch.setattr(grouped, "_BYTES", 4 * 48 * 128)
+  count, runs = RUNS[name]
+  rng = np.random.default_rng(0)
+  rows = jnp.asarray(rng.normal(size=(count, 48)), jnp.float32)
+  stack = rng.normal(size=(3, len(runs), 48, 300)).astype(np.float32)
+  stack[2] = np.nan
+  for layer in range(2):
+    args = jnp.int32(layer), rows, stack, jnp.asarray(runs, jnp.int32)
+    expected = by_hand(rows, stack[layer], np.array(runs))
+    for product in (
+      functools.partial(grouped.layer_kernel, interpret=True),
+      grouped.layer_product,
+    ):
+      y = jax.jit(product)(*args)[: sum(runs)]
+      np.testing.assert_allclose(y, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_a_gpu_multiplies_each_row_with_one_matrix(h100):

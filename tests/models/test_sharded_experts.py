@@ -9,6 +9,7 @@ import functools
 import re
 import sys
 from collections import Counter
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from small_models import assert_close, config_with, run_python
 
 from grpojax.core.losses.load_balancing import load_balancing_loss
 from grpojax.core.meshes import activation_spec, batch_sharding, make_mesh
-from grpojax.models import lora, sharding
+from grpojax.models import grouped, lora, moe, sharding
 from grpojax.models.moe import LAYER, matrices_of, mixture
 from grpojax.models.transformer import transformer
 
@@ -195,6 +196,18 @@ def check_whole_stacks(sizes):
   check_equal(program(*jax.device_put((params, x), places)), want)
 
 
+def check_layer_kernel():
+  """Decodes on meshes with the TPU's kernel, interpreted."""
+  interpreted = functools.partial(grouped.layer_kernel, interpret=True)
+  # The interpreter mixes values that vary along different axes.
+  with (
+    mock.patch.object(moe, "_TRACKED", False),
+    mock.patch.object(grouped, "layer_product", interpreted),
+  ):
+    check_whole_stacks((1, 2, 2, 2))
+    check_whole_stacks((2, 1, 4, 1))
+
+
 def check_models():
   """Checks models with adapters: training with each remat, and decoding."""
   check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, experts=5))
@@ -271,6 +284,7 @@ def main():
       assert "f32[2,8,2,8]" in text and "f32[2,8,16,8]" not in text
   check_exchanges(check_mixtures((1, 2, 4, 1)))
   check_decoding_exchanges()
+  check_layer_kernel()
   # Groups of three and F = 7 cannot be split.
   check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, mlp=7), group_size=3)
 

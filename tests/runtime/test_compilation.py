@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 import types
+from time import monotonic
 
+import filelock
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,7 +32,7 @@ def test_long_programs_are_reported_and_all_are_timed():
 
 
 def is_one_warning(text):
-  form = "warning: compiled programs in .*JAX_COMPILATION_CACHE_DIR to another"
+  form = "warning: the compilation cache .*JAX_COMPILATION_CACHE_DIR to another"
   return re.fullmatch(f"{form}\n", text)
 
 
@@ -43,7 +45,6 @@ def compile_two(tmp_path, **environment):
     "print(jax.config.jax_compilation_cache_dir);"
     "print(jax.jit(lambda x: x + 1)(1) + jax.jit(lambda x: x * 3)(2))"
   )
-  clean["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   done = subprocess.run(
     [sys.executable, "-c", program],
     env=clean | {"HOME": str(tmp_path)} | environment,
@@ -81,6 +82,20 @@ def test_damaged_programs_are_one_warning(tmp_path):
   for file in files:
     os.truncate(file, file.stat().st_size // 2)
   assert is_one_warning(compile_two(tmp_path)[1])
+
+
+@pytest.mark.slow
+def test_a_locked_cache_is_given_up_after_one_wait(tmp_path):
+  began = monotonic()
+  places = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+  with filelock.FileLock(tmp_path / ".lockfile"):
+    options = {"JAX_COMPILATION_CACHE_MAX_SIZE": "1000000000"}
+    _, warnings = compile_two(tmp_path, **places, **options)
+  assert "could not be acquired" in warnings and is_one_warning(warnings)
+  assert monotonic() - began > 10
+  assert not [*tmp_path.glob("*-cache")]
+  compile_two(tmp_path, **places)
+  assert len([*tmp_path.glob("*-cache")]) > 1  # also of short compilations
 
 
 def test_the_oldest_programs_are_deleted(tmp_path, monkeypatch):

@@ -2,19 +2,22 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import meshes
+from grpojax import train
+from grpojax.core import logprobs, meshes
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.core.update import make_update
 from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.runtime.files import records
 from grpojax.training.optimizer import optimizer
-from grpojax.training.run import memory, setup
+from grpojax.training.run import memory, run_directory, setup
 from grpojax.training.step.batch import make_batch_program
 
 B = 8
@@ -150,6 +153,35 @@ def test_four_devices_divide_activations_and_gradients(settings_with):
     assert cut[i][name] == whole[i][name] // 4
   matrices = WEIGHTS - 3 * 2 * 12 - 12  # norms are replicated
   assert cut[1]["gradients"] == 4 * (matrices // 4 + WEIGHTS - matrices)
+
+
+@pytest.mark.parametrize(
+  "gib, vocab, chunk",
+  [(15.75, 152064, 512), (75, 152064, 4096), (2**-20, 50, 1), (None, 50, 256)],
+)
+def test_logits_take_at_most_a_tenth_of_a_device(
+  gib, vocab, chunk, settings_with
+):
+  limit = None if gib is None else int(gib * 2**30)
+  model = dataclasses.replace(MODEL, vocab_size=vocab)
+  for setting, expected in (0, chunk), (16, 16):
+    settings = settings_with(**SIZES | {"logits_chunk": setting})
+    filled = memory.with_logits_chunk(settings, model, limit)
+    assert filled.optim.update.chunk_size == expected
+  if chunk > 1 and limit:  # twice as many would take more
+    assert 12 * chunk * vocab <= limit / 10 < 2 * 12 * chunk * vocab
+
+
+def test_a_run_records_its_logits_chunk(toy_task, toy_model, tmp_path):
+  """A resumed run may choose another one, as on another device."""
+  run = tmp_path / "run"
+  for step, cpu_default in (1, 256), (2, 32):
+    argv = toy_task.arguments(toy_model, steps=step, logits_chunk=0)
+    with mock.patch.object(logprobs, "CHUNK", cpu_default):
+      train.main([*argv, f"--run_dir={run}"])
+    assert run_directory.read_config(run).logits_chunk == cpu_default
+  (row,) = records.read_jsonl(run / run_directory.CHANGES)
+  assert "logits_chunk: 256 -> 32" in row["changed"]
 
 
 def total(compiled):

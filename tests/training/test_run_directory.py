@@ -215,6 +215,7 @@ CHANGED = {"log.every": 3, "eval.num_prompts": 17, "checkpoint.keep": 5}
 CHANGED |= {"stop.truncated": 4, "data.too_long": "drop", "mesh.fsdp": 2}
 CHANGED |= {"reward.workers": 2, "reward.timeout": 3.0, "sampling.parts": 2}
 CHANGED |= {"optim.micro_batches": 2}
+CHANGED |= {"sampling.compact": False, "logits_chunk": 32}
 NOT_CHANGED = {"optim.learning_rate": 0.5, "data.template": "{prompt}"}
 NOT_CHANGED |= {"optim.name": "adafactor", "optim.moments_dtype": "bfloat16"}
 NOT_CHANGED |= {"seed": 3, "reward.weights": (2.0,)}

@@ -153,8 +153,8 @@ def reinforce_plus_plus(
 
 
 def _divide_by_std(deviations: Array, variance: Array, epsilon: float) -> Array:
-  # The inner `where` keeps 0 out of the root, whose infinite slope there would
-  # make the gradient 0 * inf = nan.
+  # The inner `where` avoids the root of 0: with its infinite slope the gradient
+  # would be 0 * inf = nan.
   varies = variance > 0
   std = jnp.sqrt(jnp.where(varies, variance, 1.0))
   return jnp.where(varies, deviations / (std + epsilon), 0.0)

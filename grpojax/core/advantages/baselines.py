@@ -32,10 +32,10 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 
   A = Z_{b,i} - (1 - w_b) mean_{j != i} Z_{b,j} - w_b (mean of other prompts),
   w_b = v / (v + t2), v = s2 / (G - 1), a James-Stein estimate. s2 is the
-  variance within groups, t2 the variance of the prompts' values (of their means
-  less s2 / G, at least 0). Unlike in arXiv 2511.03710, both are estimated from
-  the *other* prompts; w_b = 0 if none of their groups varies. A group of equal
-  rewards gets 0 only if no group varies. ValueError if G < 2 or B < 3.
+  variance within groups, t2 the variance of the prompts' values (that of their
+  means less s2 / G, at least 0). Unlike in arXiv 2511.03710, both are estimated
+  from the *other* prompts; w_b = 0 if none of their groups varies. A group of
+  equal rewards gets 0 only if no group varies. ValueError if G < 2 or B < 3.
   """
   rewards = as_float(rewards, "shrinkage", least=2)
   rows = rewards.reshape(-1, rewards.shape[-1])
@@ -50,7 +50,7 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   origin = rows.ravel()[jnp.argmax(rewarded)]
   moved = jnp.where(rewarded, jnp.where(rewarded, rows, 0) - origin, 0)
   means = jnp.sum(moved, -1) / jnp.maximum(counts, 1)
-  squares = jnp.sum(centred(rows) ** 2, -1)  # of deviations
+  squares = jnp.sum(centred(rows) ** 2, -1)  # sums of squares
   # Estimates for each prompt from all other prompts.
   has_mean = (counts > 0).astype(counts.dtype)  # prompts with a mean
   has_variance = (counts > 1).astype(counts.dtype)  # prompts with a variance
@@ -60,7 +60,7 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   within = within / jnp.maximum(sum_of_others(has_variance), 1)
   pooled = sum_of_others(means * has_mean) / jnp.maximum(others, 1)
   # t2: the variance of the other prompts' means, less the part due to noise.
-  # All pairs: "total minus x_b" would keep the rounding error of an outlier.
+  # It uses all pairs: "total minus x_b" would keep an outlier's rounding error.
   different = ~jnp.eye(len(counts), dtype=bool)
   distances = has_mean * different * (means - pooled[:, None]) ** 2
   spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)

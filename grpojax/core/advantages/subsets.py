@@ -112,7 +112,7 @@ def _checked(rewards: Array, name: str, k: int) -> Array:
 def _gap_weights(group_size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
   """Tables of a_r and b_r of `max_at_k`, r = 2 .. G, in float64: [n, r - 2].
 
-  Row n is for groups with n = 0 .. G rewards; it is 0 if n <= k, or for r > n.
+  Row n = 0 .. G is for groups of n rewards; entries are 0 if n <= k or r > n.
   """
   below, above = np.zeros((2, group_size + 1, group_size - 1))
   for n in range(k + 1, group_size + 1):

@@ -33,7 +33,7 @@ from grpojax.core.types import Rollout
 def _minus_weighted_others(
   rewards: Float[Array, "*B G"], weights: Shaped[Array, "..."], name: str
 ) -> Float[Array, "*B G"]:
-  """Rewards minus the others' weighted mean; errors call the weights `name`."""
+  """Rewards minus the others' weighted mean; `name` is for error messages."""
   weights = jnp.asarray(weights).astype(rewards.dtype)
   if weights.shape != rewards.shape:
     raise ValueError(
@@ -41,7 +41,7 @@ def _minus_weighted_others(
       f"shape, not {weights.shape}"
     )
   rewarded = present(rewards)
-  # A shift of all rewards changes nothing, except that equal rewards give 0.
+  # The shift gives exact zeros if all rewards are equal, else it cancels.
   moved = shifted(rewards)
   weights = jnp.where(rewarded, weights, 0)
   total = sum_of_others(weights)
@@ -165,7 +165,7 @@ def optimal_token_baseline(
 def sample_weights(
   advantage: Callable[..., Array], rollout: Rollout
 ) -> dict[str, Shaped[Array, "B G *t"]]:
-  """Computes the arrays that an advantage function's parameters name."""
+  """Computes the arrays that an advantage function takes, by parameter name."""
   mask = rollout.sampled
   token_scores = lambda: token_score_sq(rollout.logprobs, mask)
   weights = {

@@ -18,7 +18,7 @@ FORMATS = ("model", "int8")
 """Formats of a rollout's weights and cache."""
 
 NEGATIVE = -1e30
-"""Logit of tokens that are never drawn: finite, so that 0 times it is 0."""
+"""Logit of tokens that are never drawn: finite, because 0 * -inf is nan."""
 
 
 @frozen_options
@@ -57,7 +57,7 @@ class Sampling:
   )
   cache_dtype: str = option(
     "model",
-    "format of the completions' keys and values, as for weights_dtype",
+    "format of the completions' cached keys and values, as in weights_dtype",
     FORMATS,
   )
 
@@ -80,7 +80,7 @@ class Sampling:
 
 
 def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
-  """Returns the float32 with an unsigned rank, in ascending order.
+  """Maps ranks (uint32) to float32 numbers, in ascending order.
 
   Ranks below 2**31 are the negative floats and -0, higher ones +0 and the
   positive floats; NaNs are at both ends, beyond the infinities.
@@ -99,8 +99,8 @@ def _threshold(
 
   Exact, by bisection over the bits of v. It needs no sorting, so with a sharded
   vocabulary devices exchange 32 sums per row and no logits. Weights must be at
-  least 0. v has no gradient. It is NaN, which no logit is below, if it would be
-  -inf or if all logits together weigh less than `enough`.
+  least 0. v has no gradient. If v would be -inf, or if all logits weigh less
+  than `enough`, v is NaN: `logits < NaN` is False, so no token is cut.
   """
   logits, weights = jax.lax.stop_gradient((logits, weights))
 
@@ -155,8 +155,8 @@ def transform_logits(
 def _blocks(vocab_size: int) -> int:
   """Returns the number of blocks in which a vocabulary is searched.
 
-  It is the divisor nearest to the root, among multiples of all factors of 2 up
-  to 16, so that devices have whole blocks of a sharded vocabulary.
+  It is the divisor of `vocab_size` nearest to its root, among the multiples of
+  gcd(vocab_size, 16): a device has whole blocks if the vocabulary is sharded.
   """
   even = math.gcd(vocab_size, 16)
   multiples = range(even, vocab_size + 1, even)
@@ -182,7 +182,7 @@ def share_below(
 def _first_above(
   weights: Float[Array, "*n k"], uniform: Float[Array, "*n"]
 ) -> Int[Array, "*n"]:
-  """Returns the index of the inverse CDF at a number in (0, 1)."""
+  """Inverts the CDF of unnormalized weights at a number in (0, 1)."""
   # Rounding must not select an index of weight 0, nor pass the last index.
   sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
   total = jnp.max(sums, axis=-1, keepdims=True)
@@ -197,7 +197,7 @@ class Parts(NamedTuple):
   ids: Int[Array, "*rows n"]
   logits: Float[Array, "*rows n"]  # of these tokens
   tops: Float[Array, "*rows n"]  # largest logit of each part
-  sums: Float[Array, "*rows n"]  # of exp(logit - largest), of each part
+  sums: Float[Array, "*rows n"]  # sum of exp(logit - largest) over each part
 
 
 def sample_parts(

@@ -3,11 +3,11 @@
 The entropy is that of the distribution from which a token was sampled, in nats,
 given the sampled prefix; its gradient takes the prefix as constant.
 
-The bonus is `entropy_coef` times the mean entropy over an optimizer batch, for
-all weightings: of the surrogate's tokens and of `off_policy_sequences`, which
-the surrogate leaves out. With an `entropy_target` the bonus is on only while
-the entropy is at most the target, and after each update the coefficient moves
-by `entropy_coef_delta`: up if the entropy is at most the target, else down,
+The bonus is `entropy_coef` times the mean entropy over an optimizer batch,
+whatever the weighting. The mean includes `off_policy_sequences`, which the
+surrogate leaves out. With an `entropy_target` the bonus is on only while the
+entropy is at most the target, and after each update the coefficient moves by
+`entropy_coef_delta`: up if the entropy is at most the target, else down,
 between 0 and `entropy_coef_max` (arXiv 2505.22312, section 4).
 """
 

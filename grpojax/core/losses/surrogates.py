@@ -113,7 +113,7 @@ def clipped(
 def _clip(
   x: Tokens, advantages: Tokens, low: float | int, high: float | int
 ) -> tuple[Tokens, Aux]:
-  """Clips x on the side to which its advantage moves it; also returns logs."""
+  """Clips x on the side to which its advantage moves it; adds metrics."""
   below = (x < low) & (advantages < 0)
   above = (x > high) & (advantages > 0)
   bounded = jnp.where(above, high, jnp.where(below, low, x))
@@ -159,7 +159,7 @@ def dppo_tv(
   the total variation of "this token or another" (arXiv 2602.04879, Binary-TV).
   A bound on the ratio restricts rare tokens too much and frequent ones too
   little. Needs the `token_ratio`; logs as `clipped` does. `of_kl` (surrogate
-  `dppo_kl`) bounds Binary-KL: KL(pi_old || pi), nats, with pi - pi_old's sign.
+  `dppo_kl`) bounds KL(pi_old || pi) with the sign of pi - pi_old (Binary-KL).
   """
   ratio, logprob = jax.lax.stop_gradient((ratios, logprobs))
   new = jnp.exp(logprob)

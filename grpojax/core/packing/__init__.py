@@ -27,7 +27,7 @@ Packed micro-batches are made of rows, which stay on the device of their prompt.
 A *bundle* is a set of prompts that stay together: all prompts of a device or,
 with several minibatches (random subsets of the prompts), a single prompt. Its
 rows are divided into *splits*; a micro-batch has one split of each of its
-bundles. A prompt is computed as a *copy* in every split that has rows of it.
+bundles. Each split that has rows of a prompt computes a *copy* of the prompt.
 Four prompts on two devices, in two micro-batches of two rows per device:
 
                              micro-batch 0      micro-batch 1
@@ -37,9 +37,9 @@ Four prompts on two devices, in two micro-batches of two rows per device:
     prompt_of_copy           [0, -], [0, 1]     [0, 1], [1, -]  in their bundle
     prompt_of_row            [0, 0], [0, 1]     [0, 1], [0, 0]  in their split
 
-`layout.plan` makes a packing on the host, in few different sizes, because each
-size compiles a program. The other functions are jitted with the packing as an
-argument: `split` and `join` ([B, G, T] to micro-batches and back),
+`layout.plan` makes a packing on the host, with few different sizes, because
+each size compiles a program. The other functions are jitted with the packing as
+an argument: `split` and `join` ([B, G, T] to micro-batches and back),
 `packed_logprobs` (samples to rows and back) and `flat_tokens` (rows to tokens
 and back).
 """
@@ -87,7 +87,7 @@ class Packing:
 
   # Index of the prompt in its bundle; arbitrary if the split needs no copy.
   prompt_of_copy: Int[Array, "bundles splits U"]
-  # Index in the bundle of a sample's copy; splits * U if it has no tokens.
+  # Index, in the bundle, of the copy of a sample's prompt; splits * U if empty.
   copy_of_sample: Int[Array, "B G"]
   rows: Rows  # [bundles, splits, K, ...]
 

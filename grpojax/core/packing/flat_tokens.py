@@ -52,7 +52,7 @@ def find_tokens(
   token_of_place = jnp.where(real & (count <= size), count - 1, size)
   # The place of token n is the first at which more than n tokens are counted.
   find = lambda count: jnp.searchsorted(count, jnp.arange(size), side="right")
-  # Unused tokens find n, past all places.
+  # For unused tokens the search returns n, the index after all places.
   return TokenIndex(token_of_place, jax.vmap(find)(count).astype(jnp.int32))
 
 
@@ -98,7 +98,7 @@ def unflatten(
 
 @jax.custom_vjp
 def _repeat(x, index):
-  """Takes entries of each device's x, which may repeat.
+  """Takes entries of each device's x, some of them several times.
 
   The backward pass sums gradients in float32, by a product, not a scatter.
   """

@@ -117,12 +117,12 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
   # Every set of bundles may share a micro-batch, so the largest must fit.
   largest = lambda sizes: int(np.sort(sizes, axis=None)[-bundles:].sum())
   tokens = size_of(largest(tokens_of_split), 2)
-  # Choose K as if rows were 4/5, 2/3 or 1/2 full: K follows from the tokens, so
-  # that fewer pairs (rows, tokens) are compiled.
+  # K follows from the number of tokens, as if rows were 4/5, 2/3 or 1/2 full:
+  # this gives fewer pairs (rows, tokens), and each pair compiles a program.
   most = max(1, int(rows_of_split.max()))
   counts = (-(-tokens * k // (4 * width * bundles)) for k in (5, 6, 8))
   rows = next((n for n in counts if n >= most), size_of(most, 2))
-  # Most splits need no more rows than an equal share of the samples.
+  # Room for more rows than an equal share of the samples is rarely needed.
   samples = batch.lengths.size // (batch.bundles * splits)
   copies = size_of(int(spread.has_prompt.sum(axis=-1).max()), 1)
   copies = min(copies, prompts)
@@ -146,7 +146,7 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
 def _cheapest(
   batch: _Batch, ways: list[tuple[int, int]], largest: float
 ) -> tuple[_Shape, _Spread] | None:
-  """Finds the cheapest width, each with the fewest micro-batches that fit.
+  """Finds the row width that costs least, with as few micro-batches as fit.
 
   `ways` are pairs (splits per bundle, bundles per micro-batch and device), the
   fewest micro-batches first. `largest` limits the tokens of a micro-batch on a
@@ -243,10 +243,10 @@ def plan(
   It depends only on lengths and mesh, so a resumed run makes the same plan.
   Completions have 0 to T = `length` tokens (0 leaves a sample out), prompts 0
   to P = `prompt_length`. `micro_batches` is the number per unpacked minibatch;
-  packed micro-batches are as few as possible without being larger. Returns
-  numpy arrays, or None if packing does not cost less, no micro-batch is small
-  enough, or the mesh in context shards groups. ValueError if the batch cannot
-  be divided (`micro_batches.cuts`).
+  packed micro-batches are as few as possible, but not larger than unpacked
+  ones. Returns numpy arrays, or None if packing does not cost less, no
+  micro-batch is small enough, or the mesh in context shards groups. ValueError
+  if the batch cannot be divided (`micro_batches.cuts`).
   """
   lengths = np.asarray(lengths, np.int32)
   prompts = np.asarray(prompts, np.int32)
@@ -266,7 +266,7 @@ def plan(
     prompt_cuts = {n: math.gcd(n, on_device) for n in counts}
     ways = [(n // prompt_cuts[n], on_device // prompt_cuts[n]) for n in counts]
   batch = _Batch(lengths, length, prompts, prompt_length, bundles)
-  # On each device a micro-batch may be as large as an unpacked one.
+  # On each device a packed micro-batch has at most an unpacked one's tokens.
   parts = minibatches * micro_batches
   tokens = b * (prompt_length + g * length)
   cheapest = _cheapest(batch, ways, largest=tokens / (devices * parts))

@@ -60,7 +60,7 @@ Parameter names are also used in `config.init`, `models.sharding.RULES` (every
 matrix needs a rule), `lora.PROJECTIONS` (matrices of `block._project`, and
 experts), and `passes.cast`. tests/models/test_family_contract.py checks this.
 """
-COMPANIONS = tuple(  # files that are copied to saved models
+COMPANIONS = tuple(  # files to copy when a model is saved
   "config.json generation_config.json tokenizer.json tokenizer_config.json "
   "tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
   "merges.txt chat_template.jinja".split()

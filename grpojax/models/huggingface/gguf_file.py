@@ -286,7 +286,7 @@ def to_hf_config(file: File) -> dict[str, Any]:
 
 
 def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
-  """Returns metadata under `prefix`, with defaults; `names` must be numeric."""
+  """Returns metadata under `prefix`, with defaults; `names` must be numbers."""
   values = file.below(prefix)
   for key, value in values.items():
     is_number = type(value) in (int, float) and 0 < value < 2**31
@@ -350,7 +350,7 @@ def _token_ids(file: File) -> dict[str, Any]:
 def find(
   path: pathlib.Path, hf_config: dict[str, Any], names: Iterable[str]
 ) -> dict[str, Tensor]:
-  """Returns a file's tensors by Hugging Face `names`; others keep GGUF's names.
+  """Returns a file's tensors by Hugging Face `names`, or else by GGUF's names.
 
   Stacked experts become separate tensors. ValueError if the file does not match
   `hf_config`.

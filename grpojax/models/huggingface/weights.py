@@ -82,7 +82,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def header(file: pathlib.Path) -> dict[str, Stored]:
   """Returns a file's tensors, after safetensors has checked its header.
 
-  Reads with safetensors would map the whole file, and keep pages in memory.
+  The library would map the whole file to read tensors, and keep its pages.
   """
   try:
     with safe_open(file, framework="numpy"):

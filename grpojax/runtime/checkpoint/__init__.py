@@ -32,7 +32,7 @@ _ADVICE = (
 )
 _METADATA = "_CHECKPOINT_METADATA"
 _POLL = 1.0  # seconds between two checks for a failed save
-_logged_errors: list[BaseException] = []  # by Orbax, about the save in flight
+_logged_errors: list[BaseException] = []  # errors of the save in flight
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
@@ -121,11 +121,11 @@ def open_checkpointer(
 ) -> Iterator[Checkpointer]:
   """Opens a directory with a subdirectory STEP/ for each checkpoint.
 
-  Keeps the newest `keep`. Leaving the context waits for the save in flight
-  (Ctrl-C then ends the process at once), and raises disk.WriteFailed if it
-  failed. Opening removes unfinished saves, except with `readonly`, because they
-  may belong to a running process. ValueError if a checkpoint's metadata is
-  damaged, or if `readonly` and the directory does not exist.
+  Keeps the newest `keep` checkpoints. Leaving the context waits for the save in
+  flight (Ctrl-C then ends the process at once), and raises disk.WriteFailed if
+  it failed. Removes unfinished saves unless `readonly`: a running process might
+  be writing them. ValueError if a checkpoint's metadata is damaged, or if
+  `readonly` and the directory does not exist.
   """
   path = _absolute(directory)
   if readonly and not path.is_dir():
@@ -269,7 +269,7 @@ def restore(
   """Loads a checkpoint, by default the newest, with the shardings of `state`.
 
   Leaves of `state` are arrays or `jax.ShapeDtypeStruct`s; a leaf without a
-  sharding goes to the first device. The pending rollout may differ in size.
+  sharding goes to the first device. The pending rollout can have another size.
   ValueError if the checkpoint is missing, damaged or does not fit `state`.
   """
   return stored_arrays.load(_path_of(checkpointer, step), state, _ADVICE)

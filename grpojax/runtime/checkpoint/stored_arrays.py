@@ -47,7 +47,7 @@ def checksum(x: Array) -> UInt32[Array, ""]:
     bits = 8 * min(x.dtype.itemsize, 4)
     x = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
   words = x.astype(jnp.uint32)
-  position = jnp.uint32(0)  # i of w_i: iotas get the sharding of `words`
+  position = jnp.uint32(0)  # i of w_i: a sum of iotas, sharded like `words`
   for axis in range(words.ndim):
     # uint32 arithmetic is modulo 2^32, and so is the position.
     stride = math.prod(words.shape[axis + 1 :]) % 2**32
@@ -127,7 +127,7 @@ def _abstract(leaf) -> jax.ShapeDtypeStruct:
   sharding = getattr(leaf, "sharding", None)
   mesh = getattr(sharding, "mesh", None)
   if _is_key(leaf) and mesh is not None:
-    # A key's data has another rank than the key, so it is replicated.
+    # Replicated, because a key's data has another rank than the key.
     spec = jax.sharding.PartitionSpec()
     sharding = jax.sharding.NamedSharding(mesh, spec)
   elif _is_key(leaf) or sharding is None:

@@ -7,7 +7,7 @@ A config file is Python with a `get_config()` that returns a `ConfigDict`;
 config x, as does `--config=configs/x.py` if that file does not exist.
 
 A flag is `--name=value` or `--name value`; a switch (True or False) is `--name`
-or `--noname`. The prefix "config." may be left out. A value is parsed as a
+or `--noname`. The prefix "config." is optional. A value is parsed as a
 literal of the default's type, and never evaluated.
 """
 
@@ -207,7 +207,7 @@ def _set(config: ConfigDict, name: str, value: Any) -> None:
       raise ValueError(f"--{name}: {key} has no fields: it is {config!r}")
   if isinstance(config.get(last), ConfigDict):
     raise ValueError(f"--{name} is a section: set its fields, --{name}.KEY=...")
-  with config.ignore_type():  # a word can replace a number
+  with config.ignore_type():  # some settings take a number or a word
     config[last] = value
 
 

@@ -19,7 +19,7 @@ _MARGIN = 36  # width of the names, left of the descriptions
 
 
 def _by_section(declared, config) -> dict[str, list[Row]]:
-  """Returns each section's rows; a parent has the keys of its free sections."""
+  """Returns each section's rows; a free section's rows are in its parent."""
   known = dict(settings.flat_settings(declared))
   below = settings.sections(declared)
   free = settings.free_sections(declared)
@@ -81,7 +81,7 @@ def help_text(
   if by_name:
     lines += _heading(
       "The values below are the defaults, or come from --config=FILE.py if you "
-      'add it. The prefix "config." may be left out.'
+      'add it. The prefix "config." is optional.'
     )
   lines += _heading("The program's own flags")
   lines += _entries(((k, flag.default, flag) for k, flag in flags.items()), "")
@@ -126,7 +126,7 @@ def _tables(
 ) -> list[str]:
   """Returns a Markdown table per section.
 
-  The table of a section that repeats a program in `known` has only differences.
+  A section with all settings of a program in `known` shows only differences.
   """
   lines = []
   whole = settings.sections(declared)

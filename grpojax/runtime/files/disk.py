@@ -42,7 +42,7 @@ def errors() -> Iterator[None]:
 def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
   """Removes matching directories from `folder`; gives up after `seconds`.
 
-  Repeats, because threads of a failed write may create them again.
+  Repeats this, because threads of a failed write may recreate directories.
   """
   until = time.monotonic() + seconds
   while paths := list(folder.glob(pattern)):

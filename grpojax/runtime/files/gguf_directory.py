@@ -41,7 +41,7 @@ class _Rule(NamedTuple):
   bos: bool = False  # default of add_bos_token, for texts without a template
 
 
-RULES = {  # by value of tokenizer.ggml.pre; as in the models' tokenizer.json
+RULES = {  # by tokenizer.ggml.pre; copied from the models' tokenizer.json
   "gpt-2": _Rule(),
   "smollm": _Rule(digits=True),
   "qwen2": _Rule(_WORDS.replace("DIGITS", r"\p{N}"), nfc=True),
@@ -92,7 +92,7 @@ def _in_package(path: str | os.PathLike) -> pathlib.Path:
 
 @functools.lru_cache(maxsize=64)
 def _directory(file: pathlib.Path, state: Any) -> pathlib.Path:
-  """Creates a GGUF file's directory; `state` (size, time) is its cache key."""
+  """Creates a GGUF file's directory once per `state` (file size and time)."""
   del state
   header = gguf_file.read(file)
   config = gguf_file.to_hf_config(header)
@@ -141,7 +141,7 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
   token = {key.removesuffix(_ID): values["tokens"][i] for key, i in ids.items()}
   try:
     backend = _backend(values, token.get("bos"))
-  except Exception as error:  # the library raises many kinds
+  except Exception as error:  # the library raises many types
     problem = f"does not fit together ({error!r:.200})"
     raise ValueError(f"{wrong} {problem}. {end}") from error
   settings = {

@@ -23,7 +23,7 @@ CONFIG = ("config.json", hf.ADAPTER)  # ADAPTER only to refuse adapters
 TEXTS = (*hf.COMPANIONS, hf.ADAPTER)
 WHOLE = (*TEXTS, "model*.safetensors", "model.safetensors.index.json")
 
-_SMALL = {"model": CONFIG, "dataset": ("README.md",)}  # to find a commit
+_SMALL = {"model": CONFIG, "dataset": ("README.md",)}  # fetched by `commit`
 KINDS = tuple(_SMALL)
 SAY_EVERY = 10.0  # seconds between two lines about a download
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"

@@ -21,8 +21,8 @@ from types import ModuleType
 def load(path: str) -> ModuleType:
   """Imports a file; returns the same module again if its text is the same.
 
-  OSError if there is no file; ImportError if another module has its name, or
-  the name of a neighbouring file that it imports. Can be retried after errors.
+  OSError if there is no file; ImportError if another module has the name of the
+  file, or of an imported file next to it. Can be called again after errors.
   """
   file = pathlib.Path(path).resolve()
   if not file.exists():
@@ -143,7 +143,7 @@ def _working_directory() -> str:
 def _importable(root: pathlib.Path) -> Iterator[None]:
   """Puts a directory first on the import path, and last at the context's end.
 
-  User functions may import later, but must not shadow this program's imports.
+  Last, because later imports of user code must not hide this program's modules.
   """
   sys.path.insert(0, str(root))
   try:

@@ -200,10 +200,10 @@ def _patience() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _ending_together() -> Iterator[None]:
-  """Waits for the other processes at the end; after an error ends at once.
+  """Waits for the other processes at the end, except after an unexpected error.
 
   An exit with a message, or by SIGTERM, happens in all processes. Other errors
-  and Ctrl-C end one process; the other processes notice its end.
+  and Ctrl-C end this process at once; the other processes notice its end.
   """
   code = None
   try:
@@ -231,7 +231,7 @@ def _ending_together() -> Iterator[None]:
       code = 1
     if code == interrupts.INTERRUPTED:
       interrupts.end(code)
-  # A common error reaches all processes at about the same time.
+  # An error of all processes ends them at about the same time.
   seconds = 10 if code == 1 else HEARTBEAT
   try:
     # JAX's own shutdown would abort if another process did not come.
@@ -295,7 +295,7 @@ class OtherGone(Exception):
 
 
 _GONE = "grpojax/gone"
-_numbers = itertools.count()  # numbers the messages, alike in all processes
+_numbers = itertools.count()  # message numbers, the same in all processes
 
 
 def _client() -> Any:
@@ -325,7 +325,7 @@ def gather(value: Any) -> list[Any]:
   me = jax.process_index()
   n = next(_numbers)
   text = json.dumps(value).encode()
-  if n == 0:  # connecting devices later than a minute fails
+  if n == 0:  # devices cannot connect after the first minute
     multihost_utils.process_allgather(np.int32(0))
   _client().key_value_set_bytes(_key(n, me), text)
   texts = [text if i == me else _receive(_key(n, i)) for i in range(count())]
@@ -345,7 +345,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-  """Raises one process's exception in all processes (others raise ValueError).
+  """If a process raises an exception, all raise it (the others as ValueError).
 
   Code inside the context must not wait for other processes.
   """

@@ -99,7 +99,7 @@ def _show_error(kind: type, error: BaseException, traceback: Any) -> None:
 
 
 def _show_ignored(ignored: Any) -> None:
-  """Reports exceptions ignored by Python, unless a failed load caused them."""
+  """Reports exceptions ignored by Python, except after a failed restore."""
   text = f"{ignored.object} {ignored.exc_value}"
   if "Event loop is closed" not in text and "_read_array" not in text:
     sys.__unraisablehook__(ignored)
@@ -137,7 +137,7 @@ def skip_end(code: int) -> None:
 
 
 def exit_program() -> NoReturn:
-  """Exits after Ctrl-C without cleanup, which would crash if XLA compiles."""
+  """Exits after Ctrl-C without cleanup, which crashes while XLA compiles."""
   skip_end(INTERRUPTED)
   raise SystemExit(INTERRUPTED)
 
@@ -223,9 +223,9 @@ def raising_sigterm() -> Iterator[None]:
 def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
   """Yields `requested(together=False)`, which tells if SIGTERM has arrived.
 
-  Several processes must save the same step: they call it with `together` at the
+  Several processes must save the same step: all call `requested(True)` at the
   same points, and JAX chooses a point that no process has reached yet. If there
-  are several processes, calls without `together` return False.
+  are several processes, `requested(False)` returns False.
   """
   if several:
     from jax.experimental import multihost_utils

@@ -62,10 +62,10 @@ def to_plain(value: Any) -> Any:
 
 
 def run(prepare: Callable[[Any], Answer]) -> None:
-  """Runs a worker: does jobs by `prepare(setup)` until its input ends."""
+  """Runs a worker: calls `prepare(setup)(job)` for each job of its input."""
   with contextlib.suppress(BrokenPipeError):
     _serve(prepare)
-  with contextlib.suppress(OSError, ValueError):  # it may be closed
+  with contextlib.suppress(OSError, ValueError):  # stderr may be closed
     sys.stderr.flush()
   os._exit(0)  # without waiting for threads of user code
 
@@ -74,7 +74,7 @@ def _serve(prepare: Callable[[Any], Answer]) -> None:
   with contextlib.suppress(AttributeError, OSError):  # not on Linux
     # Linux kills this process when its parent thread ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
   requests = os.fdopen(os.dup(0), "rb")
   replies = os.dup(1)
   # User code may read or print, but not disturb the messages.
@@ -99,7 +99,7 @@ def _serve(prepare: Callable[[Any], Answer]) -> None:
     plain = isinstance(error, ValueError)
     reply(name, str(error) if plain else user_calls.describe(error))
     return
-  reply(name, None)  # ready
+  reply(name, None)  # tells that the worker is ready
   for line in requests:
     # User code may have changed the action, whose default ends the process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -365,7 +365,7 @@ class WorkerPool(contextlib.AbstractContextManager):
     """Yields (submission, result) for each job, as jobs finish.
 
     Calls `check_signals` every 0.5 s or, without workers, before each job. If
-    it raises, all submissions are abandoned.
+    `check_signals` raises, all submissions are abandoned.
     """
     last = time.monotonic()
     try:

@@ -41,7 +41,7 @@ class Tracker(NamedTuple):
 
 
 def tensorboard(run: TrackedRun) -> Tracker:
-  """Logs to TensorBoard files in the run directory; hides repeated steps.
+  """Logs to TensorBoard files; steps repeated by a resumed run show only once.
 
   Avoids SummaryWriter, which hangs on a full disk.
   """

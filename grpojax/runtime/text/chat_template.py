@@ -90,7 +90,7 @@ def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pinned(date: str, call: re.Match) -> str:
-  """Returns a date, or code for an error, to replace a `strftime_now` call."""
+  """Returns template code for a `strftime_now` call: a date, or an error."""
   try:
     day = datetime.datetime.strptime(date, _FORMAT)
     return repr(day.strftime(call["form"]))

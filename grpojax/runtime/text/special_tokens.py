@@ -109,7 +109,7 @@ def encode(
   try:
     ids = encoder(tokenizer, marked, add_special_tokens=add_special_tokens)
   except BaseException as error:
-    if type(error).__name__ != "PanicException":  # from Rust, no Exception
+    if type(error).__name__ != "PanicException":  # of Rust, not an Exception
       raise
     raise ValueError(
       f"the tokenizer cannot read a text ({error}): remove {marked[:80]!r}"
@@ -140,8 +140,8 @@ def encode_marked(
   if wrong:
     raise ValueError(
       f"a prompt has {tokenizer.convert_ids_to_tokens(min(wrong))!r} in its"
-      " text, which this tokenizer has no other way to encode than as a control"
-      " token: remove it, or set data.special_tokens = 'control'"
+      " text, which this tokenizer can only encode as a control token: remove"
+      " it, or set data.special_tokens = 'control'"
     )
   if add_special_tokens:
     encoded = backend.encode(text, add_special_tokens=True).ids
@@ -160,8 +160,8 @@ def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
   backend = getattr(tokenizer, "backend_tokenizer", None)
   if not isinstance(backend, tokenizers.Tokenizer):
     raise ValueError(
-      f"{type(tokenizer).__name__} cannot write control tokens as text: set"
-      " data.special_tokens = 'control'"
+      f"{type(tokenizer).__name__} is not a fast (Rust) tokenizer, so it cannot"
+      " encode control tokens as text: set data.special_tokens = 'control'"
     )
   known = marks(tokenizer)
   copy = tokenizers.Tokenizer.from_str(backend.to_str())

@@ -46,8 +46,8 @@ def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
 def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   """Builds Aho and Corasick's (1975) automaton of stop strings for tokens.
 
-  Its states are the strings' prefixes, in bytes; a token's bytes lead from one
-  to the next. ValueError if no tokens write a string or the table is too large.
+  Its states are the strings' prefixes, in bytes; the bytes of a token lead to
+  the next. ValueError if no tokens write a string or the table is too large.
   """
   # A string that contains another string is never completed first.
   ends = {x.encode() for x in strings}

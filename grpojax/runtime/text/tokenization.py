@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 def import_transformers() -> types.ModuleType:
   """Returns the transformers library, which is slow to import."""
-  # Suppresses its warning that models need PyTorch.
+  # Suppresses the library's warning that models need PyTorch.
   advice = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
   with mock.patch.dict(os.environ, advice):
     import transformers
@@ -73,7 +73,7 @@ def load(path: str | os.PathLike) -> Any:
     tokenizer = getattr(transformers, name).from_pretrained(
       str(path), local_files_only=True, trust_remote_code=False
     )
-  except Exception as error:  # transformers raises many kinds
+  except Exception as error:  # transformers raises many types
     raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
   config = path / "config.json"
   size = config.is_file() and read_json(config).get("vocab_size")
@@ -89,7 +89,7 @@ def load(path: str | os.PathLike) -> Any:
 
 
 def _check_size(path: pathlib.Path, tokenizer: Any, size: int) -> None:
-  """Raises ValueError for tokens with ids >= `size`; warns of added tokens."""
+  """Raises ValueError if ids are >= `size`; for added tokens, only warns."""
   beyond = {i: x for x, i in tokenizer.get_vocab().items() if i >= size}
   used = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
   added = tokenizer.added_tokens_decoder.keys() - {*used}
@@ -174,8 +174,8 @@ def encode_prompt(
   """Returns the text of a prompt (as from `format_prompt`) and its ids.
 
   A chat template writes special tokens such as BOS itself; without a template,
-  the tokenizer adds them. `special_tokens` is a key of `SPECIAL_TOKENS`: how to
-  read special tokens' names in prompts. ValueError if a name cannot be text.
+  the tokenizer adds them. `special_tokens` (a key of `SPECIAL_TOKENS`) sets how
+  their names in prompts are read; ValueError if one cannot be read as text.
   """
   options = template_options
   text = format_prompt(tokenizer, prompt, template, system_prompt, options)

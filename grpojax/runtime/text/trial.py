@@ -26,8 +26,8 @@ _CHATS = (["user"], ["system", "user"], ["user", "assistant", "user"])
 def check(template: str, file: str, changed: int) -> None:
   """Raises ValueError if a chat template or tokenizer.json exceeds the limits.
 
-  Either may be missing. `changed` is the file's modification time: if it
-  differs, the file is tried again.
+  The template may be empty, and `file` (tokenizer.json) missing. `changed` is
+  the file's modification time, so that a changed file is tried again.
   """
   del changed
   request = {"template": template, "file": file, "limits": (SECONDS, MEMORY)}

@@ -119,7 +119,7 @@ class TurnEncoder:
     probe = _with_contents(observation, words)
     tail = self._pieces(probe)[-1]
     trouble = ""
-    # A template may refuse tool results without calls: messages get one turn.
+    # Messages follow a single answer: a template can refuse more tool results.
     for user, answers in zip(_USERS, (_ANSWERS[1:], _ANSWERS), strict=True):
       answers = answers if is_text else answers[:1]
       whole = self._pieces(probe, user, answers)
@@ -167,7 +167,7 @@ class TurnEncoder:
     return ids[1:] if ids[:1] == [self.tokenizer.eos_token_id] else encode(tail)
 
   def _cut(self, observation):
-    """Cuts an observation over `max_observation` tokens, and adds `MARK`."""
+    """Shortens an observation to `max_observation` tokens, and adds `MARK`."""
     is_text = isinstance(observation, str)
     most = self.max_observation
     texts = [observation] if is_text else [m["content"] for m in observation]

@@ -69,7 +69,9 @@ class AutoGroupSizeSettings:
 class DiagnosticsSettings:
   """Diagnosis of the gradient's noise and of the best group size."""
 
-  every: int = not_negative(0, "steps between diagnoses; 0 = off")
+  every: int = not_negative(
+    0, "steps between diagnoses, from step 2 on; 0 = off"
+  )
   tangents: int = option(
     4, "random directions; more give more precise results", within="[2, inf)"
   )
