@@ -17,12 +17,10 @@ from grpojax.models.tpu_decode_attention import attend, serves
 
 LAYERS = 2
 B = 2
-G = 6
+G = 4
 SCALE = 0.2
 CAPACITY = 512
 BF16 = jnp.bfloat16
-# Groups of three rows; the second is finished.
-POSITIONS = [0, -1, 511, -1, -1, -1, 127, 128, 129, 256, 1, 300]
 WINDOW = 140
 
 
@@ -42,6 +40,12 @@ class Case(NamedTuple):
   @property
   def block(self):
     return 256 if self.in_8_bits else 256 // jnp.dtype(self.dtype).itemsize
+
+  @property
+  def positions(self):
+    """Positions of four groups of two rows; the second group is finished."""
+    ends = self.block - 1, self.block
+    return np.reshape([0, -1, -1, -1, CAPACITY - 1, *ends, 300], (B, G))
 
 
 CASES = {
@@ -76,14 +80,14 @@ def in_cache(case, slots):
   return Slots(*wide, *slots[2:])
 
 
-def with_nan(x, first, block):
+def with_nan(case, first, x):
   """Puts NaN in other layers and in the blocks that no row may read."""
   if x.dtype == jnp.int8:  # their scales are NaN
     return x
-  position = np.reshape(POSITIONS, (B, G, 1))
-  index = np.arange(CAPACITY) // block
-  read = (position >= 0) & (first[..., None] // block <= index)
-  read &= index <= position // block
+  position = case.positions[..., None]
+  block = np.arange(CAPACITY) // case.block
+  read = (position >= 0) & (first[..., None] // case.block <= block)
+  read &= block <= position // case.block
   read = np.expand_dims(read, [2, *range(4, x.ndim - 1)])
   return jnp.where(read, x, jnp.nan).at[0].set(jnp.nan)
 
@@ -96,7 +100,7 @@ def expected_of(case, q, new, slots, first, row):
   )
   if case.in_8_bits:
     keys, values = keys * scales[0][..., None], values * scales[1][..., None]
-  visible = slice(first[row], max(np.reshape(POSITIONS, (B, G))[row], 0))
+  visible = slice(first[row], case.positions[row])
   rows = zip((keys, values), new, strict=True)
   keys, values = (
     np.concatenate([x[:, visible], float64(y[row])[:, None]], axis=1)
@@ -115,16 +119,16 @@ def expected_of(case, q, new, slots, first, row):
 def test_equals_a_softmax_in_float64(case, monkeypatch):
   interpreted = functools.partial(pl.pallas_call, interpret=True)
   monkeypatch.setattr(pl, "pallas_call", interpreted)
-  monkeypatch.setattr(tpu_decode_attention, "_ROWS", 3)
+  monkeypatch.setattr(tpu_decode_attention, "_ROWS", 2)
   keys = jax.random.split(jax.random.key(case.e), 4)
   shape = B, G, case.k, case.e
   q = jax.random.normal(keys[0], (B, G, case.k, case.r, case.e), case.dtype)
   new = KeysValues(*(jax.random.normal(k, shape, case.dtype) for k in keys[:2]))
   stored = as_stored(case, *new)
-  positions = np.reshape(POSITIONS, (B, G))
+  positions = case.positions
   first = np.maximum(positions - case.window, 0)
   slots = stored_by_head(case, keys[3])
-  poison = lambda x: with_nan(x, first, case.block)
+  poison = functools.partial(with_nan, case, first)
   poisoned = jax.tree.map(poison, in_cache(case, slots))
   run = jax.jit(functools.partial(attend, scale=SCALE, cap=case.cap))
   layer = jnp.int32(1)
