@@ -79,11 +79,12 @@ def _dot(x: Array, y: Array, axis: int) -> Array:
   return jax.lax.dot_general(x, y, axes, precision, jnp.float32)
 
 
-def _scaled(step: _Step, x: Array, scales: Any) -> Array:
+def _scaled(step: _Step, x: Array, scales: Array) -> Array:
   """Multiplies [rows k, H, block] by the scales [rows, K, block] of keys."""
   of_head = step.rows, x.shape[1] // step.heads, step.block
+  scales = scales.astype(jnp.float32)
   heads = [
-    jnp.broadcast_to(scales[:, pl.ds(i, 1)].astype(jnp.float32), of_head)
+    jnp.broadcast_to(scales[:, i : i + 1], of_head)
     for i in range(scales.shape[1])
   ]
   rows = [heads[i : i + step.heads] for i in range(0, len(heads), step.heads)]
@@ -118,15 +119,19 @@ def _write(step, refs, group, i, buffer, action):
     @pl.when(refs.last[n] == i)
     def _(row=row, n=n):
       slot = refs.positions[n] - i * step.block
-      arrays = refs.caches, refs.buffers, refs.stored
-      for x, blocks, new in zip(*arrays, strict=True):
+      each = zip(refs.caches, refs.buffers, refs.stored, strict=True)
+      for x, blocks, new in each:
         # Slots of scales are lanes, and their tile is a block.
-        size = 32 // x.dtype.itemsize if x.ndim == 5 else step.block
+        is_scale = x.ndim == 4
+        size = step.block if is_scale else 32 // x.dtype.itemsize
         begin = pl.multiple_of(jax.lax.div(slot, size) * size, size)
         tile = blocks.at[buffer, row, :, pl.ds(begin, size)]
         if action == "start":
           index = jax.lax.broadcasted_iota(jnp.int32, tile.shape, 1)
-          tile[...] = jnp.where(index == slot - begin, new[row], tile[...])
+          dtype = jnp.float32 if is_scale else x.dtype  # as Mosaic can
+          arrays = new[row].astype(dtype), tile[...].astype(dtype)
+          merged = jnp.where(index == slot - begin, *arrays)
+          tile[...] = merged.astype(x.dtype)
         slots = pl.ds(pl.multiple_of(i * step.block + begin, size), size)
         target = x.at[refs.layer[0], n, :, slots]
         copy = pltpu.make_async_copy(tile, target, refs.semaphores.at[2])
@@ -142,7 +147,7 @@ def _use(step, refs, group, i, buffer, state):
     x[buffer].reshape(len(q), step.block, -1).astype(q.dtype)
     for x in refs.buffers[:2]
   )
-  scales = [x.at[buffer] for x in refs.buffers[2:]]
+  scales = [x[buffer] for x in refs.buffers[2:]]
   logits = _dot(q, keys, 2)
   if scales:
     logits = _scaled(step, logits, scales[0])

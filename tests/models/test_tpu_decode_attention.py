@@ -179,6 +179,7 @@ def test_a_token_loop_does_not_copy_the_cache(chip, case):
   pytest.importorskip("libtpu")
   device = topology.machine(chip).devices[0]
   on_chip = jax.sharding.SingleDeviceSharding(device)
+  many = 64  # layers
 
   def tokens(q, new, slots, first):
     def layer(i, state):
@@ -189,7 +190,7 @@ def test_a_token_loop_does_not_copy_the_cache(chip, case):
       return out + lse[..., None].astype(q.dtype), slots, positions
 
     def token(state):
-      q, slots, positions = jax.lax.fori_loop(0, LAYERS, layer, state)
+      q, slots, positions = jax.lax.fori_loop(0, many, layer, state)
       return q, slots, positions + 1
 
     unfinished = lambda state: jnp.any(state[2] < CAPACITY)
@@ -201,6 +202,9 @@ def test_a_token_loop_does_not_copy_the_cache(chip, case):
     new = jnp.zeros((B, G, case.k, case.e), case.dtype)
     q = jnp.zeros((B, G, case.k, case.r, case.e), case.dtype)
     slots = in_cache(case, stored_by_head(case, key))
+    slots = jax.tree.map(
+      lambda x: jnp.concatenate([x] * (many // LAYERS)), slots
+    )
     return q, KeysValues(new, new), slots, jnp.zeros((B, G), jnp.int32)
 
   args = jax.tree.map(
