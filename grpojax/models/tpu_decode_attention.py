@@ -36,9 +36,7 @@ class _Step(NamedTuple):
 
 
 class _Refs(NamedTuple):
-  """References of the kernel; the first seven are in SMEM."""
-
-  layer: Any  # [1]
+  layer: Any  # [1], in SMEM like all scalars
   positions: Any  # [N]
   first: Any  # [N]
   begin: Any  # [N], a row's first block
@@ -60,9 +58,8 @@ class _Refs(NamedTuple):
 def serves(keys: Array | jax.ShapeDtypeStruct) -> bool:
   """Returns True if the kernel can read a cache with these `Slots.keys`.
 
-  Rows must fill lanes: heads have a multiple of 128 channels, or are side by
-  side. Slots must be a multiple of a block's (64 in float32, 128 in 16 bits,
-  256 in 8 bits), or fewer and a multiple of a tile's (8, 16 or 32).
+  Rows must fill lanes. Slots must be a multiple of a block's (64 in float32,
+  128 in 16 bits, 256 in 8), or fewer and a multiple of a tile's (8, 16, 32).
   """
   *_, k, slots, width = keys.shape
   block = min(slots, 256 // keys.dtype.itemsize)
@@ -81,13 +78,11 @@ def _dot(x: Array, y: Array, axis: int) -> Array:
 
 def _scaled(step: _Step, x: Array, scales: Array) -> Array:
   """Multiplies [rows k, H, block] by the scales [rows, K, block] of keys."""
-  of_head = step.rows, x.shape[1] // step.heads, step.block
+  shape = step.rows, x.shape[1] // step.heads, step.block
   scales = scales.astype(jnp.float32)
-  heads = [
-    jnp.broadcast_to(scales[:, i : i + 1], of_head)
-    for i in range(scales.shape[1])
-  ]
-  rows = [heads[i : i + step.heads] for i in range(0, len(heads), step.heads)]
+  count = scales.shape[1]
+  heads = [jnp.broadcast_to(scales[:, i : i + 1], shape) for i in range(count)]
+  rows = [heads[i : i + step.heads] for i in range(0, count, step.heads)]
   scales = jnp.stack([jnp.concatenate(row, axis=1) for row in rows], axis=1)
   return x * scales.reshape(x.shape)
 
@@ -103,12 +98,12 @@ def _read(step, refs, group, i, buffer, action):
       block = blocks.at[buffer, row]
       copy = pltpu.make_async_copy(tile, block, refs.semaphores.at[buffer])
       pl.when(live)(getattr(copy, action))
-      if action == "wait":
-        continue
+    if action == "start":
 
       @pl.when(jnp.logical_not(live))
-      def _(block=block):  # masked weights are 0, but 0 * NaN would be NaN
-        block[...] = jnp.zeros(block.shape, block.dtype)
+      def _(row=row):  # masked weights are 0, but 0 * NaN would be NaN
+        for x in refs.buffers:
+          x[buffer, row] = jnp.zeros(x.shape[2:], x.dtype)
 
 
 def _write(step, refs, group, i, buffer, action):
@@ -128,9 +123,10 @@ def _write(step, refs, group, i, buffer, action):
         tile = blocks.at[buffer, row, :, pl.ds(begin, size)]
         if action == "start":
           index = jax.lax.broadcasted_iota(jnp.int32, tile.shape, 1)
-          dtype = jnp.float32 if is_scale else x.dtype  # as Mosaic can
-          arrays = new[row].astype(dtype), tile[...].astype(dtype)
-          merged = jnp.where(index == slot - begin, *arrays)
+          # Mosaic cannot merge several lane tiles of 16-bit scales.
+          wide = jnp.float32 if is_scale else x.dtype
+          both = new[row].astype(wide), tile[...].astype(wide)
+          merged = jnp.where(index == slot - begin, *both)
           tile[...] = merged.astype(x.dtype)
         slots = pl.ds(pl.multiple_of(i * step.block + begin, size), size)
         target = x.at[refs.layer[0], n, :, slots]
@@ -243,10 +239,9 @@ def attend(
   live = (0 <= positions) & (positions < capacity)
   last = jnp.where(live, positions // block, -1)
   begin = jnp.where(live, jnp.minimum(first, positions) // block, capacity)
-  # A group has at least one step, even if all of its rows are finished.
-  group_last = jnp.max(last.reshape(-1, rows), axis=1, initial=0)
   group_begin = jnp.min(begin.reshape(-1, rows), axis=1)
-  group_begin = jnp.minimum(group_begin, group_last)
+  # A group has at least one step, even if all of its rows are finished.
+  group_last = jnp.maximum(jnp.max(last.reshape(-1, rows), 1), group_begin)
   scalars = layer[None], positions, first, begin, last, group_begin, group_last
 
   # Each query has zeros in the channels of other heads.
