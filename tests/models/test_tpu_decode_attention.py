@@ -44,8 +44,8 @@ class Case(NamedTuple):
   @property
   def positions(self):
     """Positions of four groups of two rows; the second group is finished."""
-    ends = self.block - 1, self.block
-    return np.reshape([0, -1, -1, -1, CAPACITY - 1, *ends, 300], (B, G))
+    ends = self.block - 1, self.block, CAPACITY - 1
+    return np.reshape([300, 0, -1, -1, -1, *ends], (B, G))
 
 
 CASES = {
