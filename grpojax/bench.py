@@ -37,7 +37,7 @@ from grpojax.runtime.files import disk, records
 from grpojax.training.config import SETTINGS, from_config
 
 FLAGS = {
-  "workload": setting("", "GRPO step of the comparison", workloads.NAMES),
+  "workload": setting("", "name of the GRPO step to time", workloads.NAMES),
   "steps": setting(
     8, "timed steps; 10 with --workload=arithmetic", within="[1, inf)"
   ),

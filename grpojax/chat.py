@@ -98,13 +98,13 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
 
 
 def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
-  """Loads held-out example `number`; ValueError if there are fewer."""
+  """Loads held-out example `number`; ValueError if it does not exist."""
   count = max(settings.eval.num_prompts, number + 1)
   evaluated = dataclasses.replace(settings.eval, num_prompts=count)
   settings = dataclasses.replace(settings, eval=evaluated)
   try:
     examples = splits.load_examples(settings, "test")
-  except ValueError as error:  # names eval.num_prompts, which the user left out
+  except ValueError as error:  # quotes eval.num_prompts, not set by the user
     internal = f"eval.num_prompts = {count}"
     message = str(error).replace(internal, f"--example = {number}")
     raise ValueError(message) from error
@@ -141,7 +141,7 @@ def _fit_prompt(
 ) -> TrainSettings:
   """Doubles data.max_prompt_length until the example's prompt fits.
 
-  Few sizes are compiled this way. ValueError if the model lacks positions.
+  Doubling keeps the compiled sizes few. ValueError if the prompt is too long.
   """
   _, ids = prompts.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
@@ -245,7 +245,7 @@ def talk(
 def _set_up(
   settings: TrainSettings, flags: ConfigDict, stack: contextlib.ExitStack
 ) -> tuple[Speaker, dict[str, Any] | None, bool]:
-  """Returns the speaker, the example to ask (or None), and True to read turns.
+  """Returns the speaker, the example to ask, if any, and whether to read turns.
 
   All errors are raised before compilation.
   """

@@ -22,7 +22,7 @@ from grpojax.runtime.terminal.screen import printable
 from grpojax.training.report import run_report
 from grpojax.training.run import run_directory, run_storage
 
-FLAGS = {"out": setting("", 'file to write; "" = report.html, in a single run')}
+FLAGS = {"out": setting("", 'HTML file; "" = report.html (in RUN if only one)')}
 SETTINGS = None
 
 

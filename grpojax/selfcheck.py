@@ -19,7 +19,7 @@ step        seconds, memory and share of peak FLOPs of a step with 0.5 billion
             random weights, beside the estimates of `grpojax.compile` (on CPUs a
             small step without estimates)
 
-The exit code is 1 if a check failed; the table marks its rows.
+The exit code is 1 if a check failed; the table marks the failed rows.
 """
 
 import functools

@@ -6,8 +6,8 @@ r"""Supervised fine-tuning: makes the models that GRPO starts from.
 Trains a decoder from scratch or from a Hugging Face directory, and writes a
 Hugging Face directory. The texts are random arithmetic, or the prompts and
 solutions of a data set's training split. The sft.json of each bundled model (in
-grpojax/assets) has the command that trained it. This one trains a model with a
-new tokenizer on GSM8K:
+grpojax/assets) has the command that trained it. This command trains a model
+with a new tokenizer on GSM8K:
 
     python -m grpojax.sft --config.data.name=gsm8k --config.data.path=DIR \
         --config.format=dialogue --config.tokenizer=bpe
@@ -67,10 +67,10 @@ SETTINGS = section(
   row_length=_count(272, "tokens per row; longer examples are dropped"),
   log_every=_count(100, "steps between progress lines"),
   hasty=_share(0.6, "arithmetic: share of texts without steps"),
-  forget_low=_share(0.0, "arithmetic: share of lost carries in columns of 10"),
-  forget_high=_share(0.0, "arithmetic: share of lost carries in columns of 19"),
-  difficulty_low=_count(2, "arithmetic: fewest operations"),
-  difficulty_high=setting(4, "arithmetic: most operations"),
+  forget_low=_share(0.0, "arithmetic: share of carries lost at column sum 10"),
+  forget_high=_share(0.0, "arithmetic: share of carries lost at column sum 19"),
+  difficulty_low=_count(2, "arithmetic: smallest number of operations"),
+  difficulty_high=setting(4, "arithmetic: largest number of operations"),
   tokenizer=setting(
     "characters", "tokenizer of a new model", ("characters", "bpe")
   ),
@@ -82,7 +82,7 @@ SETTINGS = section(
     options=free_section("keyword arguments of the data set's load function"),
     template=setting("{prompt}\n", "template of plain-text prompts"),
     special_tokens=setting(
-      "text", "meaning of special tokens in texts", SPECIAL_TOKENS
+      "text", "how special tokens in texts are read", SPECIAL_TOKENS
     ),
     learn_prompts=setting(False, "also compute the loss on prompts"),
   ),
@@ -230,7 +230,7 @@ def texts(
 
 
 def make_tx(config: ConfigDict) -> optax.GradientTransformation:
-  """Returns Muon (Jordan et al. 2024) for the layers' matrices, else AdamW.
+  """Returns Muon (Jordan et al. 2024) for layers' matrices, AdamW for the rest.
 
   Both have a linear warmup and a cosine decay to 1% of the peak.
   """

@@ -49,7 +49,7 @@ for pid in "${pids[@]}"; do
     code=0
     wait "$pid" || code="$?"
   done
-  # A failure outweighs an interruption, and an interruption success.
+  # Exits with a failure's code if there is one, else with 75 if interrupted.
   if ((code != 0 && (worst == 0 || worst == 75))); then worst="$code"; fi
 done
 exit "$worst"

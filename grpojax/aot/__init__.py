@@ -1,1 +1,1 @@
-"""Ahead of time: what a compiled program costs, read from its HLO."""
+"""Ahead-of-time compilation: costs of a program, read from its HLO."""

@@ -1,6 +1,6 @@
 """Peak rates of the accelerators for which programs can be compiled.
 
-Figures are per chip; `device` returns the share of an XLA device.
+Figures are per chip; `device` converts them to figures per XLA device.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ class Chip(NamedTuple):
   flops: float  # of bf16 matrix products, FLOP/s
   hbm_bytes: int  # of main memory; a TPU's runtime takes some of it
   hbm_bandwidth: float  # of main memory, bytes/s
-  link_bandwidth: float  # to the next chip of a ring, in a direction, bytes/s
+  link_bandwidth: float  # to the next chip of a ring, one way, bytes/s
   source: str  # pages with these figures
   devices: int = 1  # XLA devices per chip (the two cores of a TPU7x)
   pool: float = 1.0  # share of `hbm_bytes` taken by JAX by default
@@ -52,7 +52,7 @@ CHIPS: dict[str, Chip] = {
   # 800 GB/s over 4 ports, both directions.
   "v6e": _tpu(918e12, 32, 1638e9, 90e9, page="v6e", clock=1.75e9),
   # 1200 GB/s over 6 links in both directions are 100 GB/s each; for other chips
-  # the book has nine tenths of such a rate. The two devices share the links.
+  # the book gives 9/10 of such a rate. A chip's two devices share its links.
   "tpu7x": _tpu(2307e12, 192, 7380e9, 90e9, page="tpu7x", devices=2),
   # NVLink: 900 GB/s in both directions, through a switch. Products are dense;
   # data sheets print twice the rate, with sparsity. JAX takes .75 of the memory
@@ -86,7 +86,7 @@ def of_kind(kind: str) -> Chip | None:
 
 
 def device(chip: Chip) -> Chip:
-  """Returns the share of a chip that is a single XLA device."""
+  """Divides a chip's rates and memory by its number of XLA devices."""
   n = chip.devices
   return chip._replace(
     flops=chip.flops / n,

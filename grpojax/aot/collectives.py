@@ -8,7 +8,7 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 
 
 class Collective(NamedTuple):
-  """Collective; a sliced all-reduce counts as a reduce-scatter."""
+  """Collective; an all-reduce with sliced result counts as reduce-scatter."""
 
   kind: str  # opcode: "all-gather", "reduce-scatter", ...
   bytes: int  # sent by each device in a run
@@ -20,10 +20,9 @@ class Collective(NamedTuple):
   asynchronous: bool = False  # True if other work may run at the same time
 
 
-# On a ring, each of n devices sends (n - 1) / n of an array in a round (Chan et
-# al. 2007, https://doi.org/10.1002/cpe.1206; scaling book, part 3). This is the
-# number of rounds. `roofline.collective_seconds` adds the forwarding by devices
-# in between to all-to-all.
+# Number of rounds; in a round on a ring, each of n devices sends (n - 1) / n of
+# an array (Chan et al. 2007, https://doi.org/10.1002/cpe.1206; scaling book,
+# part 3). `roofline.collective_seconds` adds bytes forwarded in an all-to-all.
 _ROUNDS = {
   "all-gather": 1,  # of the gathered result; other kinds send the operand
   "all-reduce": 2,
@@ -113,7 +112,7 @@ def _is_sliced(inside: Computation, name: str) -> bool:
 def find(
   module: Module, inside: Computation, caller: Collective, seen: set[str]
 ) -> tuple[tuple[Collective, ...], frozenset[str]]:
-  """Returns an instruction's collectives, and the names of repeated parts.
+  """Returns an instruction's collectives, and the names of parts not counted.
 
   XLA:TPU splits a collective that overlaps a product into fusions (start,
   product, done) that share a chain_id. The first is counted, and its id added

@@ -78,8 +78,8 @@ class _Walk(NamedTuple):
   token_loops: list[str]  # output: op_names of token loops
   chains: set[str]  # output: ids of collectives that have several parts
   in_token_loop: bool = False
-  constants: trips.State = {}  # of the loop around the computation
-  op_name: str = ""  # of the caller, the default for instructions
+  constants: trips.State = {}  # known values of the enclosing loop
+  op_name: str = ""  # of the caller, for instructions without one
   loop: int = 1  # trips of the innermost loop
 
 

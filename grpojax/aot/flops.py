@@ -60,7 +60,7 @@ def _valid_positions(window: _Dimension, length: int, out: int) -> int:
 
 
 def _convolution(i: Instruction, inside: Computation) -> int:
-  """Counts a convolution; on TPU dots are convolutions with batch windows."""
+  """Counts a convolution's operations; on TPU, dots are convolutions too."""
   operands, _, out_names = i.attribute("dim_labels").partition("->")
   # b: batch, i and o: input and output features, digits: window dimensions
   lhs, rhs = (
@@ -77,7 +77,7 @@ def _convolution(i: Instruction, inside: Computation) -> int:
 
 
 def _dot(i: Instruction, inside: Computation) -> int:
-  """Counts a product; in a ragged product a row meets only its group's matrix.
+  """Counts a product's operations; a ragged row only meets its group's matrix.
 
   The gradient with respect to the matrices contracts the rows; its first
   dimension is the group.
@@ -94,7 +94,7 @@ def _dot(i: Instruction, inside: Computation) -> int:
 
 
 def _custom_call(i: Instruction, inside: Computation) -> int:
-  """Counts a library's product, or reads the estimate of a kernel."""
+  """Counts a library product's operations, or reads a kernel's estimate."""
   stated = i.number(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
   if stated is not None:
     return stated
@@ -121,12 +121,12 @@ _COUNTS = {
 
 
 def flops(inside: Computation, instruction: Instruction) -> int:
-  """Counts a run of an instruction; `inside` is its `memory.contents`.
+  """Counts the operations of an instruction with contents `inside`, per run.
 
   A ragged dot on TPU multiplies all rows with all groups' matrices under a
-  mask, but skips tiles outside of a row's group, so the count is divided by the
-  sizes of the windows of groups. Tiles on a border between groups are computed
-  twice but counted once.
+  mask, but skips tiles outside of a row's group. So the count is divided by the
+  number of groups (the size of a window). Tiles on a border between groups are
+  computed twice but counted once.
   """
   total = 0
   ragged = "ITERATION_SKIPPER_MODE_GROUP_STARTS" in instruction.attributes

@@ -94,7 +94,7 @@ class Computation(NamedTuple):
     return tuple(sorted(every, key=lambda i: int(i.literal)))
 
   def shapes(self, names: Iterable[str]) -> list[Shape]:
-    """Arrays of the values with these names."""
+    """Shapes of all arrays of the values with these names."""
     return [s for name in names for s in self.instructions[name].shapes]
 
 

@@ -5,7 +5,7 @@ An instruction reads its operands and writes its result, once each, except:
 - Arrays in another memory (VMEM on TPU, which XLA fills with copies) are free.
 - If an array is only sliced or gathered from, the slices count. An update in
   place counts as the update; if it covers part of a TPU tile's 128 lanes (a new
-  token in a cache whose last dimension is slots), all are read and written.
+  token in a cache whose last dimension is slots), all 128 are read and written.
 - TPU tiles are moved whole, with their padding.
 - A Pallas kernel states its bytes.
 """
@@ -43,7 +43,7 @@ def is_free(i: Instruction) -> bool:
 def _renamed(
   module: Module, computation: Computation, prefix: str, names: dict[str, str]
 ) -> list[Instruction]:
-  """Returns the instructions of a fused computation, inner fusions inlined.
+  """Returns a fused computation's instructions, with inner fusions inlined.
 
   `names` maps its parameters to their names outside; new names are added to it.
   """

@@ -38,7 +38,7 @@ class Run(NamedTuple):
   policy: Policy  # with abstract parameters
   mesh: Mesh  # for training
   state: TrainState  # abstract, with shardings
-  ref_params: PyTree | None  # of the reference, {} with adapters
+  ref_params: PyTree | None  # of the reference; {}: the model without adapters
   group_size: int  # completions per prompt, G
   prompts: int  # prompts per step, B
 
@@ -155,7 +155,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
 
 
 def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
-  """Returns the shapes of the prompts in one of `parts` parts of a step."""
+  """Returns the shapes of a step's prompts, divided into `parts` chunks."""
   shape = run.prompts // parts, run.settings.data.max_prompt_length
   ids = jax.ShapeDtypeStruct(shape, jnp.int32)
   mask = jax.ShapeDtypeStruct(shape, bool)
@@ -177,7 +177,7 @@ def _device_prompts(run: Run) -> Prompts:
 
 
 def lower(run: Run, name: str) -> jax.stages.Lowered:
-  """Lowers a step's program `name` on its mesh.
+  """Lowers the program `name` of a step on its mesh.
 
   Names are "step" with reward.on_device, else "rollout", "reference", "update".
   """

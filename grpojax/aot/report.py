@@ -80,7 +80,7 @@ def compile_part(
 def part_flops(run: programs.Run) -> dict[str, float]:
   """Counts the operations of each part of a step with full-length completions.
 
-  A parameter takes 2 per token in a forward pass, 6 in training, 4 if frozen
+  Per token a parameter takes 2 in a forward pass, 6 in training, 4 if frozen
   under adapters. Prompts skip the head. Attention and adapters do not count.
   """
   model = run.model
@@ -89,7 +89,7 @@ def part_flops(run: programs.Run) -> dict[str, float]:
   update = settings.optim.update
   layers = 0  # parameters used per token
   for name, shape in parameter_shapes(model)["layers"].items():
-    size = math.prod(shape) if len(shape) > 2 else 0  # a matrix of each layer
+    size = math.prod(shape) if len(shape) > 2 else 0  # a matrix per layer
     if name.startswith("expert_"):
       size = size * model.experts_per_token // model.experts
     layers += size

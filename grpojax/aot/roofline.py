@@ -17,8 +17,8 @@ too small to fill the matrix unit; launches and loop control; hosts; networks
 between slices; and the overlap of products, copies and sending.
 
 XLA:TPU annotates most instructions with its own estimate in cycles, which
-includes the vector unit and VMEM. `Estimate.by_cycles` is their sum. If two
-cores form a device they share the cycles, unless it would then beat its peak.
+includes the vector unit and VMEM. `Estimate.by_cycles` is their sum. If a
+device has two cores, they share the cycles, unless it would exceed its peak.
 
 Measured times lie between the two estimates (tests/aot/test_roofline.py).
 """
@@ -43,7 +43,7 @@ class Estimate(NamedTuple):
 
 
 def collective_seconds(collective: Collective, chip: Chip) -> float:
-  """Returns the seconds of a run over a device's links; 0 between slices."""
+  """Returns the seconds of a run on a device's links; 0 between slices."""
   n = collective.group_size
   if n == 1 or collective.kind.endswith(BETWEEN):
     return 0.0
@@ -57,18 +57,18 @@ def collective_seconds(collective: Collective, chip: Chip) -> float:
 
 
 def _working(i: InstructionCost, chip: Chip) -> float:
-  """Returns the seconds of a run by the roofline, without sending."""
+  """Returns an instruction's roofline seconds per run, without sending."""
   return max(i.flops / chip.flops, i.bytes / chip.hbm_bandwidth)
 
 
 def _by_cycles(i: InstructionCost, chip: Chip) -> float:
-  """Returns the seconds of a run by XLA's cycles, if any, else the roofline."""
+  """Returns seconds per run by XLA's cycles or, if unknown, the roofline."""
   if not i.cycles:
     return _working(i, chip)
   seconds = i.cycles / chip.clock
   both = seconds / chip.cores
   # If sharing beats the peak, XLA's cycles (of large products) already are for
-  # two cores. Below half the peak this cannot be told.
+  # two cores. Below half the peak the two cases cannot be told apart.
   return both if both > i.flops / chip.flops else seconds
 
 

@@ -1,4 +1,4 @@
-"""Describes machines to compile for: absent TPUs and GPUs, and CPUs."""
+"""Describes machines to compile for: CPUs, TPUs and GPUs, attached or not."""
 
 import math
 import os
@@ -130,7 +130,7 @@ def _slices(name: str) -> dict[str, Any]:
 
 
 def machine(name: str) -> Machine:
-  """Returns a machine by name; ValueError if it or its JAX plugin is missing.
+  """Returns a machine by name; ValueError if unknown or without JAX plugin.
 
   For a CPU, call it before any other use of JAX: it sets the number of devices.
   """

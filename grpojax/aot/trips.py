@@ -26,7 +26,7 @@ def _values(
   state: State,
   arguments: tuple[Value, ...] = (),
 ) -> Value:
-  """Returns a function that looks up values; None if unknown.
+  """Returns a function that computes a scalar, or None if it is unknown.
 
   `state` belongs to the loop around the computation, `arguments` to a fusion.
   """
@@ -53,7 +53,7 @@ def _values(
         inner = module.called(i, "calls")
         return _values(module, inner, {}, operands)(inner.root.name, index)
       case "and" if i.shapes[0].dtype == "pred":
-        # False if any operand is; otherwise unknown if any operand is.
+        # False if an operand is false; else unknown if an operand is unknown.
         known = [operand() for operand in operands]
         return 0 if 0 in known else None if None in known else 1
       case "compare" | "add" | "subtract":
@@ -94,7 +94,7 @@ def trip_count(
     values = {k: value(body.root.operands[k]) for k in state}
     return {k: v for k, v in values.items() if v is not None}
 
-  # Elements of the initial state that are known
+  # Known elements of the initial state
   around = _values(module, computation, outer)
   start = {
     index: value

@@ -41,7 +41,7 @@ class Step(NamedTuple):
 def timed(
   rows: Iterable[Any], count: int, parts: Mapping[str, str]
 ) -> list[Step]:
-  """Times `count` steps; `parts` maps parts to their metrics in seconds."""
+  """Times `count` steps; `parts` maps a step's parts to metrics in seconds."""
   compiled = compilation.seconds()
   steps = []
   before = 0
@@ -74,7 +74,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def quiet(steps: Sequence[Step]) -> tuple[list[Step], int]:
-  """Returns the quiet steps (if none, all steps), and how many are quiet."""
+  """Returns (quiet steps, their number), or (all steps, 0) if none is quiet."""
   chosen = [step for step in steps if step.seconds["others"] < QUIET]
   return chosen or list(steps), len(chosen)
 

@@ -26,7 +26,7 @@ PARTS = {
 
 
 def measure_flops(dtype: Any, size: int = 2048) -> float:
-  """Measures the FLOP/s of a square matrix product, the fastest of several."""
+  """Measures the FLOP/s of a square matrix product: the fastest of several."""
   product = jax.jit(lambda x: x @ x)
   x = jnp.full((size, size), 1 / size, dtype)  # x @ x = x
   seconds = []
@@ -52,7 +52,7 @@ def peak_flops(kind: str, count: int, dtype: Any) -> tuple[float, str]:
 
 
 def open_run(settings: TrainSettings) -> programs.Run:
-  """Opens a run as shapes; rewards on the host become the benchmark's."""
+  """Opens a run as shapes; the benchmark's reward replaces host rewards."""
   if settings.reward.on_device:
     return open_shapes(settings)
   options = {"options": {}, "workers": 0, "model": ""}

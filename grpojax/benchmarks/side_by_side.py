@@ -89,7 +89,7 @@ def measure(
 def report(
   name: str, settings: TrainSettings, timed: Sequence[clock.Step], warmup: int
 ) -> dict[str, Any]:
-  """Returns the comparison's report on timed steps, warm-up steps first."""
+  """Returns the comparison's report; `timed` starts with the warm-up steps."""
   samples = settings.batch_size * settings.group_size
 
   def tokens(step: clock.Step) -> int:
@@ -109,7 +109,7 @@ def report(
   changes = [f"{k}={x}" for k, x in flat.items() if x != default.get(k)]
   planned = None
   if name != workloads.ARITHMETIC:
-    # `budgets` limits each length, so equal sums mean equal lengths.
+    # No length exceeds its plan, so equal sums mean equal lengths.
     lengths = functools.partial(workloads.lengths, workloads.WORKLOADS[name])
     planned = all(tokens(x) == int(lengths(x.number).sum()) for x in timed)
   versions = {}

@@ -35,12 +35,12 @@ class Subject(NamedTuple):
   run: programs.Run  # shapes of the run
   policy: Policy  # with its frozen weights, if any
   state: TrainState  # before the first step
-  ref_params: Params | None  # of the reference, as `host.HostStep` takes them
+  ref_params: Params | None  # of the reference
   tx: optax.GradientTransformation
 
 
 def word_tokenizer(vocab_size: int) -> Any:
-  """Returns a tokenizer with a word per token, `workloads.word`."""
+  """Returns a tokenizer whose token i is the word `workloads.word(i)`."""
   import tokenizers
 
   vocab = {workloads.word(i): i for i in range(vocab_size)}
@@ -131,7 +131,7 @@ def steps(
 ) -> Rows:
   """Yields the metrics of steps with the reward `workloads.count_a`.
 
-  With reward.on_device, steps use their config's reward. `budgets` returns the
+  With reward.on_device the config's reward is used. `budgets` returns the
   largest lengths of a batch's completions; see `step.sampling.sampler_program`.
   """
   run = subject.run

@@ -26,7 +26,7 @@ Ids = Ends | int | np.integer | np.ndarray | Sequence[int | np.integer]
 
 
 def read_ends(eos_ids: Any) -> Ends:
-  """Returns ends with ids as an array [E]; ValueError for non-integers."""
+  """Returns `Ends` with an array [E] of ids; ValueError for non-integers."""
   ends = eos_ids if isinstance(eos_ids, Ends) else Ends(eos_ids)
   ids = np.atleast_1d(np.asarray(ends.ids))
   if not ids.size:
@@ -56,7 +56,7 @@ def _vocabulary(lm: LM, params: Params, ids: Array, mask: Array) -> int:
 def check_params(params: Params) -> None:
   """Raises ValueError for parameters of a dtype that cannot be trained.
 
-  In float16 squared gradients and Adam's eps underflow, so it divides by 0.
+  In float16 squared gradients and Adam's eps underflow: Adam divides by 0.
   """
   for path, leaf in jax.tree.leaves_with_path(params):
     dtype = jnp.result_type(leaf)
@@ -68,7 +68,7 @@ def check_params(params: Params) -> None:
 
 
 def init_optimizer(tx: optax.GradientTransformation, params: Params) -> Any:
-  """Returns an optimizer's first state; ValueError if it is not supported."""
+  """Returns an optimizer's initial state; ValueError if it is not supported."""
   try:
     state = tx.init(params)
     jax.eval_shape(tx.update, params, state, params)
@@ -86,7 +86,7 @@ def read_rewards(
 ) -> Shaped[Array, "B G *K"]:
   """Returns rewards (an array or lists of numbers) as an array of `shape`.
 
-  ValueError for other rewards; it names their `source`.
+  ValueError for other shapes or types; it names their `source`.
   """
   rewards = as_array(rewards, source)
   if rewards.shape != shape:
@@ -104,7 +104,7 @@ def check_read_prompts(
 ) -> None:
   """Raises ValueError for prompts that a model would silently misread.
 
-  Outside of jit it checks for left padding, no token, and ids outside of V.
+  Outside of jit it also checks padding, and that ids are in the vocabulary.
   """
   check_layout(prompt_ids, prompt_mask)
   if prompt_ids.ndim != 2:

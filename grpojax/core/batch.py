@@ -49,21 +49,21 @@ def make_batch(
       not finite, or whose prompt has no tokens.
     objective: Objective of the update. A custom advantage function gets the
       arrays of `sample_weights` that its parameters name.
-    options: Options of the update; its micro-batches are used here too. A
+    options: Options of the update; its number of micro-batches applies here. A
       single update is on-policy and needs no old log-probabilities.
-    sampling: Distribution of the rollout.
-    policy_params: Parameters that sampled. Only objective.old_logprobs =
-      "trainer" with several updates reads them, for one more forward pass.
+    sampling: Sampling distribution of the rollout.
+    policy_params: Parameters of the policy that sampled. Only
+      objective.old_logprobs = "trainer" with several updates reads them.
     ref_params: Reference policy, or None. It has the temperature of `sampling`
       without top_k, top_p and min_p, see `core.losses.kl`.
     ref_lm: Model of `ref_params` if it is not `lm` (a teacher).
-    ref_prompts: Prompts of any length for the reference alone, say with a hint.
+    ref_prompts: Prompts for the reference alone, of any length, say with hints.
     packing: Packed rows (`packing.layout.plan`), used here and in the update.
     prompt_weights: Weights of the prompts in the loss, KL term included.
-    credit: Credit of turns, one of `turns.CREDITS`.
+    credit: Assignment of rewards to turns, a name in `turns.CREDITS`.
 
   Raises:
-    ValueError: a penalty without `ref_params`, old log-probabilities without
+    ValueError: a KL penalty without `ref_params`, old log-probabilities without
       `policy_params`, or invalid arrays (`core.arguments`).
   """
   turns.check_credit(credit, objective, rollout.turns is not None)
@@ -146,7 +146,7 @@ def _check_experts(lm: LM, rollout: Rollout) -> None:
 
 
 def _read_rewards(rewards: Any, rollout: Rollout, credit: str) -> Array:
-  """Returns rewards [B, G] or, for credit of turns, [B, G, K]."""
+  """Returns rewards [B, G] or, if each turn has its own credit, [B, G, K]."""
   shape = rollout.finished.shape
   per_turn = rollout.turns is not None and jnp.ndim(rewards) == 3
   if credit != "trajectory" and not per_turn:
@@ -167,7 +167,7 @@ def _advantages(
   objective: Objective,
   credit: str,
 ) -> tuple[Float[Array, "B G *t"], Bool[Array, "B G"]]:
-  """Returns advantages, and True for the completions in the loss."""
+  """Returns advantages, and a mask of the completions in the loss."""
   totals = rewards if credit == "trajectory" else jnp.sum(rewards, axis=-1)
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
   totals = jnp.where(real, totals, jnp.nan)
@@ -188,7 +188,7 @@ def _advantages(
 def _with_prompts(
   rollout: Rollout, packing: Packing | None, prompts: Prompts
 ) -> tuple[Rollout, Packing | None]:
-  """Replaces the prompts of a rollout; changes a packing's room to fit them."""
+  """Replaces a rollout's prompts; gives the packing room for their tokens."""
   ids = prompts.prompt_ids
   mask = prompts.prompt_mask
   if ids.shape[0] != rollout.prompt_ids.shape[0]:

@@ -6,13 +6,13 @@ mean, and g(x) the mean of the group's gradient U. Prompt x is p(x) / p times as
 frequent in the batch as in the data. If U is 0 in groups of equal rewards
 (`advantages.WITHIN_GROUPS`), E[U | x, varies] = g(x) / p(x). The two factors
 cancel, so the mean of the kept groups estimates E[g(x)] / p. `acceptance` times
-this mean estimates E[g(x)] without bias, whatever the limit on draws, on-policy
-and for all weightings but `token_mean`; docs/data.md lists other effects.
+this mean estimates E[g(x)] without bias for every limit on draws (on-policy,
+and not with `token_mean`); docs/data.md lists other effects.
 
 `batch_std` also divides by the deviation of the batch. Squared deviations are 0
 in groups of equal rewards too, so the deviation of the kept groups is 1 /
-sqrt(p) times that of all groups, and the factor is sqrt(p) (`batch_std_scale`).
-It is exact if no more groups are drawn, else up to O(1 / B).
+sqrt(p) times that of all groups. The factor (`batch_std_scale`) is sqrt(p), not
+p: exact if no further groups were drawn, else up to O(1 / B).
 """
 
 import math
@@ -31,7 +31,7 @@ def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
 
   `varied` has an entry per group in the order drawn, until `size` varied or the
   limit was reached. If group m was the last needed, the estimate is (size - 1)
-  / (m - 1) (Haldane, 1945), else the share that vary (Girshick et al., 1946).
+  / (m - 1) (Haldane, 1945), else the mean of `varied` (Girshick et al., 1946).
   """
   places = np.flatnonzero(varied)
   if len(places) < size:

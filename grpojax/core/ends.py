@@ -18,7 +18,7 @@ class StopTable(NamedTuple):
   """Automaton of stop strings (from `runtime.text.stop_strings.build`)."""
 
   strings: tuple[str, ...]
-  classes: Any  # class of each token [V]; a class has the same transitions
+  classes: Any  # of each token [V]; tokens of a class have the same transitions
   table: Any  # next state by state and class [S, C]; S: string complete
 
 

@@ -7,8 +7,8 @@
 
 At the end of a turn the environment is stepped, and its answer becomes the next
 tokens of the row. Each row gets a token per iteration of the loop, drawn or
-observed, so stages and compaction work as without an environment. For
-environments that cannot be jitted see `core.turns.trajectories`.
+observed, so `Decoding` options work as without an environment. For environments
+that cannot be jitted see `core.turns.trajectories`.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Environment(NamedTuple):
       begins with the `length` tokens of the turn, its end token included. It
       must be pure: it runs for all rows whenever a turn ends in any row.
     observation_length: O, tokens of an observation's `ids`.
-    max_turns: K, turns of the longest trajectory.
+    max_turns: K, the maximum number of turns.
   """
 
   reset: Callable[..., Any]
@@ -58,7 +58,7 @@ class Environment(NamedTuple):
 
 
 class Episodes(NamedTuple):
-  """State of trajectories between tokens: environments, observations, turns."""
+  """State of all trajectories between two iterations of the decoding loop."""
 
   state: PyTree  # states of the environments, arrays [B, G, ...]
   observation: Int[Array, "B G O"]  # answer to the last turn
@@ -71,7 +71,7 @@ class Episodes(NamedTuple):
 
   @property
   def forced(self) -> Bool[Array, "B G"]:
-    """True for rows whose next token is an observation's."""
+    """True for rows whose next token is part of an observation."""
     return self.read < self.length
 
   def next_ids(self, drawn: Int[Array, "B G"]) -> Int[Array, "B G"]:
@@ -83,7 +83,7 @@ class Episodes(NamedTuple):
 
 
 def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
-  """Derives a turn's keys: folds in -1 - turn, since tokens fold in t >= 0."""
+  """Derives a turn's keys by folding in -1 - turn; tokens fold in t >= 0."""
   return jax.vmap(jax.vmap(jax.random.fold_in))(
     keys, jnp.broadcast_to(-1 - turn, keys.shape)
   )
@@ -97,7 +97,7 @@ def _struct(tree: PyTree) -> PyTree:
 def checked(
   environment: Environment, targets: Any, prompts: int, length: int, vocab: int
 ) -> Environment:
-  """Returns an environment in which an invalid answer has a reward of nan.
+  """Returns an environment whose invalid observations have the reward nan.
 
   B = `prompts`, T = `length`. ValueError for invalid sizes, and for targets, a
   state or an answer of wrong shapes or types.
@@ -201,7 +201,7 @@ def advance(
 ) -> tuple[Episodes, Bool[Array, "B G"], Bool[Array, "B G"]]:
   """Steps the environments of the rows whose turn has `ended`.
 
-  Rows have `length` tokens now, and at most `limit`. If the observation and a
+  Each row has `length` tokens so far, at most `limit`. If the observation and a
   further token do not fit, or after the last turn, the trajectory ends without
   the observation. Returns the episodes, and masks of the environments that are
   done and of the finished trajectories.

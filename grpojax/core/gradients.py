@@ -94,7 +94,7 @@ class LossTerms:
 class MinibatchTotals(NamedTuple):
   """Totals of a whole minibatch, which its micro-batches do not know."""
 
-  token_mask: Bool[Array, "n b g T"] | None = None  # surrogate's; None: all
+  token_mask: Bool[Array, "n b g T"] | None = None  # in surrogate; None: all
   token_count: Int[Array, ""] | None = None  # divisor of the mean entropy
   expert_load: PyTree | None = None  # summed over the minibatch
 
@@ -104,7 +104,7 @@ class MicroBatchValues(NamedTuple):
 
   token_metrics: Metrics  # arrays [b, g, T], logged as means over tokens
   mismatch: Metrics  # differences from the rollout's log-probabilities
-  mean_entropy: Float[Array, ""] | None  # its share of the minibatch's mean
+  mean_entropy: Float[Array, ""] | None  # share of the minibatch's mean
   balance: Float[Array, ""] | None  # loss that balances experts
 
 
@@ -114,7 +114,7 @@ class Gradient(NamedTuple):
   loss: Float[Array, ""]
   grads: Params  # gradient, float32 or better
   metrics: dict[str, Metrics]  # by reduction (`update.OVER_UPDATES`)
-  mean_entropy: Float[Array, "n"] | None  # shares of micro-batches
+  mean_entropy: Float[Array, "n"] | None  # each micro-batch's share
 
 
 def in_float32(tree: PyTree) -> PyTree:
@@ -187,7 +187,7 @@ def micro_batch_loss(
   if terms.has_bonus:
     count = totals.token_count
     mean_entropy = entropy.mean_entropy(entropies, counted, count)
-    # The correction weights the bonus in the loss, but not the logged mean.
+    # Correction weights apply to the bonus in the loss, not to the logged mean.
     bonus = mean_entropy
     if is_weights is not None:
       bonus = entropy.mean_entropy(entropies * is_weights, counted, count)
@@ -210,11 +210,11 @@ def micro_batch_loss(
 def minibatch_totals(
   terms: LossTerms, params: Params, batch: Batch
 ) -> MinibatchTotals:
-  """Computes totals of a minibatch [n, ...], with a forward pass if needed."""
+  """Computes totals of n micro-batches, with a forward pass if needed."""
   mask = batch.completion_mask
   # Token selection and expert load need a forward pass, the bonus a count only.
   needs_pass = terms.selects_tokens or terms.router_aux_coef
-  # A single micro-batch knows its own totals.
+  # A single micro-batch is the whole minibatch.
   if len(mask) == 1 or not (needs_pass or terms.has_bonus):
     return MinibatchTotals()
   if not needs_pass:
@@ -236,13 +236,13 @@ def minibatch_totals(
 def _reduce_metrics(
   arrays: Metrics, mask: Bool[Array, "n b g T"]
 ) -> dict[str, Metrics]:
-  """Means over real tokens, and the extremes of the ratios."""
+  """Returns means over real tokens, and the extremes of the ratios."""
   count = jnp.maximum(jnp.sum(mask), 1)
 
   def mean(values):
     return jnp.sum(jnp.where(mask, values, 0)) / count
 
-  ratios = arrays["ratio"]  # 1 on padding; logged if there are no tokens
+  ratios = arrays["ratio"]  # 1 on padding, used if there are no tokens
   real = mask | ~jnp.any(mask)
   return {
     "mean": {k: mean(v) for k, v in arrays.items() if k != "ratio"},

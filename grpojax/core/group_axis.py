@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 
 def as_array(rewards: Any, name: str) -> Shaped[Array, "..."]:
-  """Returns rewards as an array; ValueError if ragged or not of numbers."""
+  """Returns rewards as an array; ValueError if ragged or not numeric."""
   try:
     if rewards is None:
       raise TypeError("they are None")
@@ -48,7 +48,7 @@ def present(rewards: Shaped[Array, "*B G"]) -> Bool[Array, "*B G"]:
 def varies(
   rewards: Shaped[Array, "*B G"] | np.ndarray,
 ) -> Bool[Array, "*B"] | np.ndarray:
-  """True for groups with two different rewards; in NumPy for NumPy arrays."""
+  """True for groups with different rewards; NumPy arrays give a NumPy array."""
   xp = np if isinstance(rewards, np.ndarray) else jnp
   rewarded = xp.isfinite(rewards)
   best = xp.max(rewards, axis=-1, where=rewarded, initial=-xp.inf)
@@ -61,7 +61,7 @@ def count(rewards: Float[Array, "*B G"]) -> Float[Array, "*B 1"]:
 
 
 def shifted(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Rewards minus a reward of the group: exactly 0 if equal or missing."""
+  """Rewards minus the group's first; 0 if missing, and if all are equal."""
   rewarded = present(rewards)
   clean = jnp.where(rewarded, rewards, 0)
   first = jnp.argmax(rewarded, -1)[..., None]
@@ -77,7 +77,7 @@ def centred(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
 
 
 def minus_others(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Rewards minus the mean of the group's other rewards; 0 if none."""
+  """Rewards minus the mean of the group's other rewards; 0 in groups of one."""
   n = count(rewards)
   return centred(rewards) * (n / jnp.maximum(n - 1, 1))
 
@@ -85,8 +85,8 @@ def minus_others(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
 def sum_of_others(x: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Returns sum_{j != i} x_j along the last axis, for every i.
 
-  It sums from both ends, because "total minus x_i" would keep the rounding of a
-  large x_i.
+  It sums from both ends, because "total minus x_i" would keep the rounding
+  error of a large x_i.
   """
   axis = x.ndim - 1
   end = jnp.zeros_like(x[..., :1])

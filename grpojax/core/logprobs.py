@@ -47,7 +47,7 @@ def completion_hidden(
   load_weights: tuple[Array, Array] | None = None,
   replayed: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "*tokens D"], Any]:
-  """Returns the hidden states that predict completion tokens, and the load.
+  """Returns the states that predict completion tokens, and the experts' load.
 
   A token is predicted by the state of the token before it; the first token of a
   completion (position 0) by the state of the last prompt token. States are [B,
@@ -89,8 +89,8 @@ def _logprob_entropy_lse(logits, ids):
   lse = top[..., 0] + jnp.log(total)
   lse = checkpoint_name(lse, "log_sum_exp")
   chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-  # Cut tokens have weight 0 and a finite logit. On CPUs XLA compiles a sum here
-  # to a much slower program than this product.
+  # Tokens cut by top_k, top_p or min_p have weight 0 and a finite logit. On
+  # CPUs XLA compiles a sum here to a much slower program than this product.
   mean = jnp.einsum("...v,...v->...", weights, logits, precision="highest")
   # Entropy -sum p log p with log p = logit - lse.
   return chosen - lse, lse - mean / total, lse
@@ -131,8 +131,8 @@ def _kl_divergence(
 ) -> Float[Array, "*n"]:
   """Returns KL(softmax(logits) || softmax(ref_logits)) for R >= V.
 
-  The policy has no ids from V on. The derivative with respect to a logit z_v
-  is p_v (log(p_v / q_v) - KL); the reference is constant.
+  The reference may have more ids (R > V). The derivative with respect to a
+  logit z_v is p_v (log(p_v / q_v) - KL); the reference is constant.
   """
   return _kl_and_terms(logits, ref_logits)[0]
 
@@ -144,7 +144,7 @@ def _kl_and_terms(logits, ref_logits):
     for x in (logits, ref_logits)
   )
   log_p = logits - lse
-  # The reference's ids from V on only count in its normalizer.
+  # The reference's additional ids only count in its normalizer.
   log_ratio = log_p - (ref_logits - ref_lse)[..., : logits.shape[-1]]
   p = jnp.exp(log_p)
   kl = jnp.einsum("...v,...v->...", p, log_ratio, precision="highest")
@@ -161,7 +161,7 @@ def _kl_divergence_jvp(primals, tangents):
 def _reference_logits(
   reference: Reference, vocab: int, sampling: Sampling
 ) -> Float[Array, "B G S R"]:
-  """Returns a reference's logits; ValueError if its vocabulary is smaller."""
+  """Returns a reference's logits; ValueError if they lack ids of the policy."""
   logits = reference.lm.unembed(reference.params, reference.hidden)
   logits = constrain(logits, "batch", "group", None, "vocabulary")
   if logits.shape[-1] < vocab:
@@ -272,16 +272,16 @@ def logprobs_and_load(
   replayed: tuple[Array, Array] | None = None,
   reference: Reference | None = None,
 ) -> TokenLogprobs:
-  """Computes log-probabilities, entropies and, with experts, their load.
+  """Computes log-probabilities, entropies and the load of experts, if any.
 
   Logits and their gradients exist for `chunk_size` tokens per device (at least
   one per row); several chunks are recomputed in the backward pass. So they take
-  a few arrays of chunk_size x V float32. `sampling` is the distribution of the
+  a few float32 arrays [chunk_size, V]. `sampling` is the distribution of the
   tokens; the reference has its temperature, but no top_k, top_p and min_p.
   `positions` and `segments` are as in `LM.extend`, `load_weights` and
   `replayed` (experts) as in `LM.has_experts`. With `flat`, an index of the real
   tokens (see `LM.forward`), `segments` count the samples of all prompts on a
-  device; without it n is B.
+  device, and n counts packed rows; without it n is B.
 
   Returns float32 arrays [B, G, S] or, of flat tokens, [C, 1, N]. ValueError for
   a chunk_size below 1 or wrong prompts (`arguments.check_read_prompts`).

@@ -1,4 +1,4 @@
-"""A mesh of devices, and the table of its axes for activations.
+"""A mesh of devices, and a table of the mesh axes that may split activations.
 
 Pure functions name the axes of the arrays that they compute:
 
@@ -59,7 +59,7 @@ def make_mesh(
 ) -> Mesh:
   """Makes a mesh with axes `AXES`; -1 takes all remaining devices.
 
-  `data` includes the TPU slices (axis `SLICE`), so their number divides it.
+  `data` must be a multiple of the number of TPU slices (axis `SLICE`).
   ValueError unless the axes multiply to the number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
@@ -309,7 +309,7 @@ def fetch(tree: PyTree) -> PyTree:
 def map_rows(
   function: Callable[..., Any], rows: Rollout | Batch
 ) -> Rollout | Batch:
-  """Maps `function(array, *axis names)`, such as `constrain`, over fields."""
+  """Maps `function(array, *axis names)`, say `constrain`, over all fields."""
 
   def map_field(name, value):
     axes = ("batch",) if name in OF_PROMPTS else ("batch", "group")
@@ -344,7 +344,7 @@ def sample_cuts(prompts: int, group_size: int) -> tuple[int, int]:
 def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
   """Raises ValueError for batches that the row axes cannot split evenly.
 
-  `rows` has the number of prompts of each batch, under its name for the error.
+  `rows` maps the names of batches, for the error, to their numbers of prompts.
   """
   for name, count in rows.items():
     cut = divide((count, group_size), (ROWS, ROWS), mesh.shape)

@@ -68,18 +68,18 @@ class Objective:
     0.0, "clipped: for negative advantages, bound of the ratio (> 1); 0 = off"
   )
   cispo_min: float = option(
-    0.0, "cispo: lower bound of the ratio (1 on-policy)", within="[0, 1]"
+    0.0, "cispo: lower bound of the ratio (on-policy: 1)", within="[0, 1]"
   )
   cispo_max: float = one_or_more(
-    5.0, "cispo: upper bound of the ratio (1 on-policy)"
+    5.0, "cispo: upper bound of the ratio (on-policy: 1)"
   )
   dppo_low: float = not_negative(
     0.2,
-    "dppo_tv: largest fall of a probability; dppo_kl: its largest KL, in nats",
+    "largest fall of a probability (dppo_tv), or its KL in nats (dppo_kl)",
   )
   dppo_high: float = not_negative(
     0.2,
-    "dppo_tv: largest rise of a probability; dppo_kl: its largest KL, in nats",
+    "largest rise of a probability (dppo_tv), or its KL in nats (dppo_kl)",
   )
   dppo_ratio_max: float = one_or_more(
     20.0, "dppo_tv, dppo_kl: upper bound of the ratio"
@@ -115,12 +115,12 @@ class Objective:
     0.0, "coefficient of an entropy bonus; 0 = off"
   )
   entropy_target: float = not_negative(
-    0.0, "target entropy (nats per token) of an adaptive coefficient; 0 = off"
+    0.0, "target entropy (nats per token) of an adaptive entropy_coef; 0 = off"
   )
   entropy_coef_delta: float = not_negative(
-    0.005, "change of the adaptive coefficient per update"
+    0.005, "change of the adaptive entropy_coef per update"
   )
-  entropy_coef_max: float = not_negative(1.0, "largest adaptive coefficient")
+  entropy_coef_max: float = not_negative(1.0, "largest adaptive entropy_coef")
   router_aux_coef: float = not_negative(
     0.0, "coefficient of the load-balancing loss of experts; 0 = off"
   )
@@ -170,8 +170,8 @@ class Objective:
   )
   kl: str = option(
     "k3",
-    "estimator of the KL divergence from the reference; exact sums over the "
-    "vocabulary",
+    "estimator of the KL divergence from the reference; exact: sum over "
+    "the vocabulary",
     sorted({kl for kls in PLACEMENTS.values() for kl in kls}),
   )
   kl_placement: str = option(
@@ -222,7 +222,7 @@ class Objective:
 
   @property
   def one_advantage_for(self) -> str:
-    """Why the loss needs one advantage per completion; "" if it does not."""
+    """Reason why the loss needs one advantage per completion, or ""."""
     if self.ratio == "sequence_ratio" or self.surrogate == "gmpo":
       return (
         "sequence_ratio and gmpo average over a trajectory: use another ratio "
@@ -258,7 +258,7 @@ def _function(named: Any, functions: dict[str, Any]) -> Any:
 
 
 def _unread_by_surrogate(objective: Objective) -> list[str]:
-  """Returns an error line per option that only another surrogate reads."""
+  """Returns an error line per changed option that the surrogate ignores."""
   surrogate = _function(objective.surrogate, SURROGATES)
   read_by = {
     name: key

@@ -20,10 +20,7 @@ SCHEDULES = {
 
 
 def decays(params: PyTree) -> PyTree:
-  """True for parameters to decay: those without "norm" or "bias" in their path.
-
-  This is transformers' rule.
-  """
+  """True for parameters to decay: no "norm" or "bias" in the path."""
 
   def has_decay(path, _) -> bool:
     name = jax.tree_util.keystr(path).lower()
@@ -101,7 +98,7 @@ def scale_by_rounded_adam(
         words,
       )
 
-    # The upper 16 bits round the first moment, the lower 16 the second.
+    # The upper 16 random bits round the first moment, the lower 16 the second.
     return updates, new._replace(mu=rounded(new.mu, 16), nu=rounded(new.nu, 0))
 
   return optax.GradientTransformation(init, update)

@@ -104,7 +104,7 @@ def _required_type(default: Any, value: Any) -> str:
 def refusal(declared: Option, value: Any) -> str | None:
   """Describes the requirement violated by `value`, or returns None.
 
-  A function instead of the name of a function is always accepted.
+  A function is always accepted in place of the name of a function.
   """
   functions = getattr(declared.choices, "values", tuple)()
   if callable(value) and any(map(callable, functions)):
@@ -148,7 +148,7 @@ def refuse(errors: Sequence[str]) -> None:
 def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
   """Suggests a name in the TypeError for an unknown keyword argument.
 
-  If it is an option in a parameter's default, the error names that parameter.
+  If a parameter's default value has such a field, it suggests the parameter.
   """
   parameters = inspect.signature(function).parameters
   title = function.__qualname__.removesuffix(".__init__")

@@ -27,7 +27,7 @@ def is_readable(*arrays: Any) -> bool:
 def check_layout(ids: Values, mask: Values) -> None:
   """Checks the shapes, dtypes and padding of prompts [..., P].
 
-  ValueError for other shapes or dtypes, padding on the left, or no token.
+  ValueError for other shapes or dtypes, left padding, or no tokens at all.
   """
   if jnp.ndim(ids) < 2 or jnp.shape(ids) != jnp.shape(mask):
     raise ValueError(

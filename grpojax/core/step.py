@@ -68,7 +68,7 @@ def make_grpo_step(
   compile it ahead of time. It does not pack completions (`core.packing`).
 
   `reward_fn` is jittable: `(rollout, targets of the prompts) -> rewards [B, G]`
-  or, with an environment, also [B, G, K] of turns (`environment.returns`).
+  or, with an environment, per turn [B, G, K] (`environment.returns`).
   `group_size` is G; completions have at most `max_new_tokens`, the EOS
   included. `eos_ids` is an id or several. `diagnose` is `(params, rollout,
   rewards, key) -> metrics` (see `statistics.diagnostics`): it gets the

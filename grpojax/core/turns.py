@@ -1,4 +1,4 @@
-"""Trajectories of several turns: their sampled tokens, and credit of turns.
+"""Trajectories of several turns: their sampled tokens, and credit per turn.
 
 A trajectory is a completion with an environment's observations between turns:
 
@@ -17,8 +17,8 @@ after the end):
 
 All are unbiased for the gradient of E[R_0] with a `leave_one_out` advantage and
 weights that do not depend on the trajectory (`fixed_length`, `sequence_sum`).
-With other weightings their means differ: by O(1 / N) for N trajectories with
-`token_mean`, for any N with `sequence_mean` (docs/theory.md, "Several turns").
+With other weightings the three means differ: by O(1 / N) with `token_mean` (N =
+B G), and always with `sequence_mean` (docs/theory.md, "Several turns").
 """
 
 from collections.abc import Sequence
@@ -185,7 +185,7 @@ def trajectories(
 
 
 def _array(value: Any) -> np.ndarray:
-  """Returns the value as an array; an array of None if numpy cannot."""
+  """Returns the value as an array; an array of None if numpy cannot read it."""
   try:
     return np.asarray(value)
   except (OverflowError, TypeError, ValueError):

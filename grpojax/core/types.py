@@ -39,7 +39,7 @@ Cache = PyTree
 @typing.no_type_check
 @struct.dataclass
 class Prefix:
-  """A model's memory of a batch of prompts, shared by each whole group."""
+  """Result of `LM.prefill`: states of prompts, each shared by its group."""
 
   last_hidden: Float[Array, "B D"]  # predicts the first completion token
   length: Int[Array, "B"]  # number of real tokens of each prompt
@@ -66,7 +66,7 @@ class ForwardOutput(NamedTuple):
 class LM(NamedTuple):
   """A causal language model as pure functions, of which five are required.
 
-  `extend` and `forward` may return plain tuples of two.
+  `extend` and `forward` may return plain pairs, the first two fields.
 
   Attributes:
     init: `(key) -> params`.
@@ -90,9 +90,9 @@ class LM(NamedTuple):
     map_prefix_rows: `(function, prefix) -> prefix`, maps a function of arrays
       [B, ...] over the prompts of a prefix; or None.
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
-      once the work that each token would repeat (casts, tables of positions,
-      gathering of split parameters). It prepares for a rollout of at most
-      `longest` tokens per row, prompt included, in `Sampling.formats`; if
+      once the work that would be repeated for each token (casts, tables of
+      positions, gathering of split parameters). It prepares for a rollout of at
+      most `longest` tokens per row, prompt included, in `Sampling.formats`; if
       `longest` is None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> ForwardOutput`, or None: `prefill` and
@@ -104,11 +104,11 @@ class LM(NamedTuple):
       token if `record=True`: X numbers, layer by layer. `forward` takes
       `load_weights=(of prompts [B, P], of completions [B, G, S])` of tokens and
       returns the load, and `replayed=(of prompts [B, P, X], of completions [B,
-      G, S, X])` experts to use in place of the routers' choice; an unknown
-      number makes the token NaN.
-    forward_mode: the same model for `jax.jvp`, or None if this model will do.
+      G, S, X])` experts to use in place of the routers' choice; a number out of
+      range makes the token NaN.
+    forward_mode: the same model for `jax.jvp`; None if this model supports it.
     draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
-      sampling.Parts [B, G, n]`, drawn without logits in memory, or None.
+      sampling.Parts [B, G, n]`, tokens drawn without storing logits, or None.
   """
 
   init: Callable[..., Params]

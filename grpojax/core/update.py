@@ -71,11 +71,11 @@ def off_policy_conflicts(
 ) -> dict[str, str]:
   """Reasons why a rollout of another policy would bias the gradient.
 
-  Keys are the objective's options to change. A rollout in int8 or, if `ahead`,
-  with the parameters before the last update needs importance weights: a
-  correction or, with several updates, ratios to the rollout's log-probabilities
-  (not with `dro`). Advantages of subsets of a group (`advantages.OF_SUBSETS`)
-  do not take weights of single samples.
+  Keys name the options of the objective to change. A rollout in int8 or, if
+  `ahead`, with the parameters before the last update needs importance weights:
+  a correction or, with several updates, ratios to the rollout's
+  log-probabilities (not with `dro`). Advantages of subsets of a group
+  (`advantages.OF_SUBSETS`) do not take weights of single samples.
   """
   # Differences between the rollout's policy and the update's
   to_rollout = objective.old_logprobs == "rollout"
@@ -159,14 +159,14 @@ def make_update(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
   """Makes the policy update: epochs x minibatches optimizer updates.
 
-  Groups stay whole in a minibatch. Each epoch but the first draws new
+  Groups stay whole in a minibatch. Each epoch except the first draws new
   minibatches from the state's key and step (`draw_orders`). Token weights, the
   selection of tokens by entropy and the balance of experts are computed over a
   whole minibatch, so micro-batches (`packing`) affect only memory; with several
   of them, selection and balance take an additional forward pass. `sampling` is
-  the distribution of the rollout. An adaptive entropy bonus keeps its control
-  in the state. For an exact KL term pass the `ref_params` and `ref_lm` of
-  `make_batch`; only `LM.unembed` reads them.
+  the distribution of the rollout. An adaptive entropy bonus keeps its
+  `EntropyControl` in the state. For an exact KL term pass the `ref_params` and
+  `ref_lm` of `make_batch`; only `LM.unembed` reads them.
 
   Returns a pure `update(state, batch, ref_params=None) -> (state, metrics)`.
   Metrics are means over the updates: `loss`, `kl` (k3 or the exact KL) and
@@ -179,9 +179,9 @@ def make_update(
   trainer)), and the shares `rollout_effective_samples`,
   `rollout_clip_fraction_low` and `_high`.
 
-  ValueError for `off_policy_conflicts` and for `router_aux_coef` of a model
-  without experts; when called, if minibatches do not divide B, and for several
-  updates without old log-probabilities.
+  ValueError for `off_policy_conflicts` and for `router_aux_coef` without
+  experts; when called, if minibatches do not divide B, and for several updates
+  without old log-probabilities.
   """
   conflicts = off_policy_conflicts(objective, options, sampling).items()
   refuse([f"{k} = {getattr(objective, k)!r}: {why}" for k, why in conflicts])

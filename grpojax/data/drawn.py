@@ -28,7 +28,7 @@ def load(
   seed: int,
   size: int | None,
 ) -> Examples:
-  """Returns `size` examples drawn by `draw`; None: practically endless."""
+  """Returns a sequence of `size` random examples; None: practically endless."""
   check_split(split)
   if seed < 0:
     raise ValueError(f"seed must not be negative, got {seed}")
@@ -56,7 +56,7 @@ def _read(
 
 
 def bounds(name: str, value: int | Sequence[int], most: int) -> tuple[int, int]:
-  """Returns the bounds of an option, (low, high); `value` may be a number."""
+  """Returns an option's bounds (low, high), which are equal for a number."""
   pair = (value,) * 2 if isinstance(value, int) else tuple(value)
   whole = all(isinstance(x, int) for x in pair) and len(pair) == 2
   if not whole or not 1 <= pair[0] <= pair[1] <= most:

@@ -1,4 +1,4 @@
-"""Examples: dicts with a prompt and its answer, from data sets to rewards.
+"""Examples: dicts with a prompt and its answer, which rewards receive.
 
 An example has JSON values under the keys
 
@@ -7,7 +7,7 @@ An example has JSON values under the keys
     "answer"    reference answer, a text or a number, if any
     "solution"  optional worked solution, the target of supervised fine-tuning
 
-and further fields of the data set, which rewards receive too.
+and further fields of the data set.
 """
 
 import bisect

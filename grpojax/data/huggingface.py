@@ -34,7 +34,7 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
   except datasets.exceptions.DatasetNotFoundError as error:
     raise ValueError(
       f"no data set {path!r} with a revision {revision or 'main'!r} on the Hub,"
-      " or no access: check the name or, for a private or gated one, accept "
+      " or no access: check the name or, for a private or gated set, accept "
       "its terms there, and set your token with `hf auth login` or HF_TOKEN"
     ) from error
   except (ConnectionError, FileNotFoundError) as error:

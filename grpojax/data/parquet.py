@@ -36,7 +36,7 @@ def plain_rows(batch: Any) -> list[Row]:
 
 
 def _shortest(item: Any, kind: Any) -> Any:
-  """Returns an Arrow item with the shortest equal decimals of its floats."""
+  """Rounds an item's floats to the shortest decimals that identify them."""
   from pyarrow import types
 
   if item is None:

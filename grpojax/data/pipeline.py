@@ -72,8 +72,8 @@ def prompt_batches(
   Ids (int32) and mask (bool) are [batch_size, max_prompt_length], padded on the
   right; ValueError for longer prompts. Each example gets a "prompt_text".
 
-  - `examples`: random access. Any n consecutive prompts have the shares of a
-    `Mixture`, within two prompts and 1% (grain rounds weights).
+  - `examples`: sequence with random access. For a `Mixture`, any n consecutive
+    prompts have its shares within two prompts and 1% (grain rounds weights).
   - `encode`: `(prompt) -> (text, ids)`, the text that the model continues.
   - `target`: `(example) -> arrays`, the `Prompts.targets` of jittable rewards.
   - `start`: number of prompts already taken from the stream.

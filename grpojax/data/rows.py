@@ -286,7 +286,7 @@ def _files(
 def _in_directory(
   path: pathlib.Path, split: str, suffix: str
 ) -> list[pathlib.Path]:
-  """Returns SPLIT.jsonl, SPLIT-*.jsonl or SPLIT/*.jsonl of `path` or data/."""
+  """Finds SPLIT.jsonl, SPLIT-*.jsonl, SPLIT/*.jsonl in `path` or path/data."""
   for name in _NAMES[split]:
     sets = [
       sorted(filter(pathlib.Path.is_file, folder.glob(name + ending + suffix)))

@@ -49,7 +49,7 @@ def encode_examples(
   """Encodes prompts and solutions, which end in an EOS.
 
   Returns the texts, and the number of texts dropped because they have more than
-  `longest` tokens. ValueError if all are. `learn_prompts`: learn prompts too.
+  `longest` tokens; ValueError if all have. `learn_prompts`: learn prompts too.
   """
   texts = []
   dropped = 0

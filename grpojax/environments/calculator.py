@@ -38,7 +38,7 @@ def calculator(expression: str) -> str:
 
 
 def _compute(node: ast.expr) -> Fraction:
-  """Returns the exact value of a tree of numbers and the four operations."""
+  """Returns the exact value of a syntax tree of the four operations."""
   if isinstance(node, ast.Constant):
     return Fraction(repr(node.value))  # Fraction(0.1) is not 1/10
   function = _OPERATORS.get(type(getattr(node, "op", None)))

@@ -215,7 +215,7 @@ def _by_name(
   names: str,
   options: dict[str, Any],
 ) -> Callable[..., Step]:
-  """Wraps a function with some of the parameters `names` to accept all."""
+  """Wraps a function to ignore the `names` that it has no parameters for."""
   arguments = _accepted(function, dict.fromkeys(names.split()))
   if both := [name for name in arguments if name in options]:
     raise ValueError(

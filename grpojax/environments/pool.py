@@ -27,7 +27,7 @@ _MADE_UP_ACTIONS = ("1", "", "a longer made-up answer")
 
 
 class EnvironmentPool(workers_lib.WorkerPool):
-  """Runs an environment of `conventions.resolve`; use it in `with`.
+  """Worker pool for an environment of `conventions.resolve`; use it in `with`.
 
   With 0 `workers` it runs in this process, so a crash ends the program.
   `timeout` is in seconds per step. For a class the limit grows with the actions
@@ -62,7 +62,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
   ) -> Submission:
     """Starts calls; ValueError if a call is not JSON.
 
-    If `ends`, calls of the same place share a worker. Places default to seeds.
+    If `ends`, calls with equal `places` (default: seeds) share a worker.
     """
     jobs = []
     for i, call in enumerate(calls):
@@ -70,7 +70,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
       content = json.loads(workers_lib.to_line(list(call)))
       plays = 1
       if self.ends and content[0] != "reset":
-        plays += 2 + len(content[1]["actions"])  # steps of a replay
+        plays += 2 + len(content[1]["actions"])  # a replay repeats all steps
       place = content[-1] if places is None else places[i]
       jobs.append(Job(content, 1, self._timeout * plays, place))
     sent = Submission(jobs)
@@ -96,7 +96,7 @@ def check_replay(
   check_signals: Callable[[], None] = lambda: None,
   actions: Sequence[str] = (),
 ) -> list[Step | str]:
-  """Tests that episodes can be repeated, by playing one four times in parallel.
+  """Tests that an episode can be repeated, by playing it four times at once.
 
   The episode has `actions`, then made-up actions. Returns the answers to the
   reset and to each action. ValueError if the reset fails or answers differ.

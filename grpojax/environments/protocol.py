@@ -33,8 +33,8 @@ class Step(NamedTuple):
 def to_step(value: Any) -> Step:
   """Converts the result of a user's environment to a Step of JSON values.
 
-  WrongAnswer unless it is a Step, or a dict with any of its fields, with valid
-  values. `info` keeps only its finite numbers.
+  WrongAnswer unless it is a Step, or a dict with some fields of Step, and all
+  values are valid. `info` keeps only its finite numbers.
   """
   if is_step(value):
     value = Step(**value)

@@ -85,7 +85,7 @@ class Replay:
     instance = self._pop(state, example, seed)
     if instance is not None:
       return instance, state["seed"]
-    # Before any action, the sample's seed is used if its reset answers alike.
+    # Before any action, a reset by the sample's own seed is tried first.
     first = () if state["actions"] else (seed,)
     for first_seed in dict.fromkeys((*first, state["seed"])):
       with seeded(first_seed, 0):

@@ -31,7 +31,7 @@ class IllegalAction(ValueError):
 def read_action(text: str, form: str, space: Any = None) -> Any:
   """Returns the action in a turn's text; `form` is one of `ACTIONS`.
 
-  IllegalAction if there is none, or none in gymnasium's `space`.
+  IllegalAction if the text has no action, or one outside gymnasium's `space`.
   """
   form = _form(form, space)
   if form == "text":
@@ -62,7 +62,7 @@ def legal_actions(form: str, space: Any = None) -> str:
 
 
 def instructions(environment: Any, form: str) -> str:
-  """Returns gymnasium's text about the actions, and that of `legal_actions`."""
+  """Returns gymnasium's text on the actions, then the `legal_actions` text."""
   about = inspect.getdoc(environment.unwrapped) or ""
   pattern = r"# Action Space\n(.*?)(?=^\s*#|\Z)"
   parts = re.findall(pattern, about, re.DOTALL | re.MULTILINE)
@@ -74,7 +74,7 @@ def observation(value: Any) -> Any:
   """Converts an observation to text; texts and messages stay as they are.
 
   A dataclass or pydantic model becomes the text in its field `text` or
-  `message`, or else the JSON of all fields but `_OPENENV_FIELDS`. Dicts, lists
+  `message`, or else JSON of all fields except `_OPENENV_FIELDS`. Dicts, lists
   and tuples become JSON, other values their `str`. WrongAnswer if the text
   would differ between processes.
   """

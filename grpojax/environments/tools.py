@@ -167,14 +167,14 @@ _event_loop = functools.cache(asyncio.Runner)
 
 
 def awaited(value: Any) -> Any:
-  """Returns a coroutine's result (on one event loop, as in TRL), or a value."""
+  """Runs a coroutine (on one event loop, as in TRL); keeps other values."""
   return _event_loop().run(value) if inspect.iscoroutine(value) else value
 
 
 def _run(
   call: Call | str, functions: Mapping[str, Callable[..., Any]]
 ) -> str | type:
-  """Returns the text of a tool's result; its type if the text may differ."""
+  """Runs a tool call; returns the result's text, or type if not `has_text`."""
   if isinstance(call, str):
     raise WrongAnswer(call)
   if call.name not in functions:

@@ -1,1 +1,1 @@
-"""Example programs: single files that call only public functions."""
+"""Example programs, each a single file that calls only public functions."""

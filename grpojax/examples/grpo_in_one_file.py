@@ -1,4 +1,4 @@
-"""GRPO in one file: each part is a call of a public function.
+"""GRPO in a single file: each part is a call of a public function.
 
     python -m grpojax.examples.grpo_in_one_file [STEPS]
 
@@ -70,7 +70,7 @@ def compute_rewards(
 
 
 def make_sample(policy: Policy) -> Callable[..., grpojax.Rollout]:
-  """Returns the jitted sampling, `(params, prompts, key) -> completions`."""
+  """Returns the jitted function `(params, prompts, key) -> completions`."""
   sample = functools.partial(
     grpojax.rollout,
     policy.lm,

@@ -132,7 +132,7 @@ def from_nnx(
 
   The module is called as in `from_linen`, but in evaluation mode. The LM's
   parameters are a nested dict of its `nnx.Param`s; other variables do not
-  change. If you pass a module, `init` copies its parameters for any key.
+  change. If you pass a module, `init` copies its parameters, whatever the key.
   """
   from flax import nnx  # may not support a newer jax
 
@@ -227,6 +227,6 @@ def _take(hidden: Float[Array, "N S D"], slots: Int[Array, "N T"]) -> Array:
 
 
 def _keywords(*names: str | None) -> Callable[..., dict[str, Array]]:
-  """Returns a function that maps values to keyword arguments by name."""
+  """Returns a function `(*values) -> {name: value}`, without names None."""
   pairs = lambda values: zip(names, values, strict=True)
   return lambda *values: {name: x for name, x in pairs(values) if name}

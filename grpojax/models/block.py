@@ -92,7 +92,7 @@ class Heads(NamedTuple):
 def _masks(
   local: Local, window: int, context: TokenContext
 ) -> tuple[Array, Array | None, Array | None]:
-  """Returns masks of row, slots and prompt, with a window if `local`."""
+  """Returns masks of row, cache and prompt keys, with a window if `local`."""
   row = context.mask
   slots = context.slot_mask
   prompt = context.prompt_mask

@@ -71,7 +71,7 @@ def _in_window(settings, positions, local, key_positions) -> Array:
 
 
 def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
-  """Returns a row's mask for a block of keys, and if a key may be visible."""
+  """Returns a row's mask for a block of keys, and False to skip the block."""
   index, positions, segments = keys
   query_index, query_positions, query_segments, local = queries
   block = settings.block
@@ -92,7 +92,7 @@ def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
 
 
 def _prompt_mask(settings, queries, keys) -> tuple[Array, None]:
-  """Returns a prompt's mask for a block of keys; None: it is never skipped."""
+  """Returns a prompt's mask for a block of keys, and None: never skipped."""
   index, mask = keys
   _, positions, _, local = queries
   # [B, C] -> [B, 1, 1, C]; prompts precede all queries, so no order is needed.
@@ -119,7 +119,7 @@ def _join(blocks: Array, axis: int, size: int) -> Array:
 
 
 def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
-  """Returns (axes, mask function, key blocks) of the row and of any prompt."""
+  """Lists (axes, mask function, key blocks) of row and, if any, prompt."""
 
   def blocks(arrays, axes, slot):
     return tuple(_split(x, axes.index(slot), settings.block) for x in arrays)
@@ -151,7 +151,7 @@ def _query_blocks(settings, q, visibility: Visibility):
 
 
 def _products(axes: str):
-  """Returns functions for the float32 products q k and weights v."""
+  """Returns two float32 products: of q and k, and of weights and v."""
   # As in `attention._attend`: the slots' letter replaces that of channels.
   (slot,) = set(axes) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
@@ -334,8 +334,8 @@ def block_attention(
 ) -> Float[Array, "B G K R S E"]:
   """Computes causal `two_part_attention` of whole rows (C = S) in blocks.
 
-  Besides arguments and result, it needs a few times B G H block^2 float32.
-  `window` applies to local layers. `block` is the number of tokens.
+  Besides arguments and result, it stores a few times B G H block^2 float32
+  numbers. `window` applies to local layers. A block has `block` tokens.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:

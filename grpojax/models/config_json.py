@@ -1,7 +1,7 @@
 """Reads the keys of a Hugging Face config.json that all families share.
 
 Each key is read, has one supported value, or does not change the model. Other
-keys are errors unless ignored. Absent keys have transformers' defaults.
+keys are errors unless in `ignore_keys`. Absent keys get transformers' defaults.
 """
 
 import math
@@ -97,7 +97,7 @@ _NEVER_IGNORED = re.compile(
 
 
 def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
-  """Returns a family's keys to read (with defaults), fixed and unused keys."""
+  """Returns a family's keys: read with defaults, fixed to values, unused."""
   fixed = {key: x for key, x in _FIXED.items() if key not in family.READ}
   fixed |= getattr(family, "FIXED", {})
   return family.READ, fixed, _UNUSED | getattr(family, "UNUSED", set())
@@ -162,7 +162,7 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
 
 
 def number(key: str, value: Any, least: float = sys.float_info.min) -> float:
-  """Returns a finite number of at least `least`; ValueError for others."""
+  """Returns `value`; ValueError if it is not a finite number >= `least`."""
   largest = sys.float_info.max
   if type(value) not in (int, float) or not least <= value <= largest:
     stated = f"{key}={value!r:.40}"

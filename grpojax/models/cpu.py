@@ -1,9 +1,9 @@
 """Array layouts for which XLA:CPU generates fast code; values do not change.
 
-Products: the gradient of a factor is a sum over the axes of the other factor
-alone. Over several axes, XLA:CPU first copies and recomputes both factors; over
-a single axis it reads them in place. So on CPUs, adjacent axes of the first
-factor alone are merged, unless this would move data between devices.
+Products: the gradient of a factor is a sum over the axes that only the other
+factor has. Over several axes, XLA:CPU first copies and recomputes both factors;
+over a single axis it reads them in place. So on CPUs, adjacent axes that only
+the first factor has are merged, unless this would move data between devices.
 
     [B, G, K, R, S, E] x [B, G, K, C, E] -> [B, G, K, R, S, C]
     [B, G, K, R S, E]  x [B, G, K, C, E] -> [B, G, K, R S, C]      on CPUs
@@ -61,7 +61,7 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   `product`, b and g are prompts and samples.
   """
   x_axes, y_axes, out = product.replace("->", ",").split(",")
-  # Find the axes of the first factor alone, which the result has too.
+  # Find the axes that only the first factor and the result have.
   alone = "".join(axis for axis in x_axes if axis in out and axis not in y_axes)
   sizes = dict(zip(x_axes, x.shape, strict=True))
   several = sum(sizes[axis] > 1 for axis in alone) > 1

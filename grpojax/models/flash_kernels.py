@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 
 
 class Part(NamedTuple):
-  """A set of keys, and the runs that queries see; part 0 is their own rows."""
+  """A set of keys and the runs that queries see; part 0 is the queries' row."""
 
   keys: Float[Array, "M K C E"]
   values: Float[Array, "M K C E"]
@@ -73,7 +73,7 @@ def block_size(platform: str, size: int, width: int) -> int:
 
 
 def _vmem() -> int:
-  """Returns the bytes that a kernel may use on a TPU of the mesh, or of JAX."""
+  """Returns the bytes of on-chip memory that a TPU kernel may use."""
   mesh = jax.sharding.get_abstract_mesh()
   device = getattr(mesh, "abstract_device", None) or jax.devices()[0]
   return _VMEM_V4 if "v4" in device.device_kind else _VMEM
@@ -82,7 +82,7 @@ def _vmem() -> int:
 def fits(tokens: int, width: int, dtype: DTypeLike) -> bool:
   """Returns True if a TPU kernel can hold the keys and values of a head.
 
-  It holds 76k tokens of 128 channels in 16 bits; on v4 it holds 20k.
+  For 128 channels in 16 bits the limit is 76k tokens; on v4 it is 20k.
   """
   held = 2 * tokens * -(-width // 128) * 128 * jnp.dtype(dtype).itemsize
   return held <= _vmem() * 2 // 3
@@ -288,14 +288,14 @@ def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
 
 
 def _flops(products: int, q: Array, parts: Sequence[Part], index: int) -> int:
-  """Returns the operations of products with a part, for unsegmented rows."""
+  """Returns operations of products with a part, assuming a single segment."""
   keys = parts[index].keys.shape[2]
   # A query sees half of its row on average, and all of its prompt.
   return 2 * products * q.size * (keys if index else (keys + 1) // 2)
 
 
 def _over_queries(settings, kernel, products, queries, parts, out):
-  """Calls a kernel for each query block, with `products` per query and key.
+  """Calls a kernel for each query block; it has `products` matrix products.
 
   Arrays of `queries` and of `out` (abstract) are [N, H, S, E] or [N, H, 1, S].
   """
@@ -387,7 +387,7 @@ def key_gradients(
   per_turn = heads // kv_heads if settings.platform == "gpu" else 1
   turns = heads // kv_heads // per_turn
 
-  # The index counts blocks of `per_turn` heads; a key head has `turns` blocks.
+  # A key head has `turns` blocks of `per_turn` query heads, in order.
   def query_spec(x):
     index = lambda n, k, j, r: (n, k * turns + r, 0, 0)
     shape = None, per_turn, *x.shape[2:]
@@ -406,11 +406,11 @@ def key_gradients(
   return _call(
     settings,
     _keys_kernel,
-    # Axes: rows, key heads, key blocks, and turns over the query heads
+    # Axes: rows, key heads, key blocks, and blocks of query heads
     (n, kv_heads, slots // key_block, turns),
     (specs, (*queries, blocks, part)),
     ((gradient, gradient), (out, out)),
     _flops(4, q, parts, index),
-    # If there are several turns, each key block fetches the queries again.
+    # With several blocks of query heads, each key block fetches queries again.
     again=(slots // key_block - 1) * 2 * q.nbytes if turns > 1 else 0,
   )

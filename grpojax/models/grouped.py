@@ -135,7 +135,7 @@ def outer_kernel(
   runs: Int[Array, "X"],
   interpret: bool = False,
 ) -> Float[Array, "X D F"]:
-  """Returns rows^T other for each run, on a GPU: a program sums its tiles."""
+  """Returns rows^T other for each run, on a GPU, like `_outer`."""
   groups = len(runs)
   d = rows.shape[1]
   f = other.shape[1]

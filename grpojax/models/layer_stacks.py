@@ -85,8 +85,8 @@ def last_layers(
 ) -> tuple[Params, Callable[[Params], Params]]:
   """Separates the last `count` layers, the final norm and an untied head.
 
-  Gradients with respect to these skip the layers below. Returns them and a
-  function `merge` that maps them to the parameters of the whole model.
+  Gradients with respect to these skip the layers below. Returns these
+  parameters and a function `merge` that maps them to the whole model's.
   """
   total = layer_count(params["layers"])
   if not 1 <= count <= total:
@@ -158,8 +158,8 @@ def scan(
   """
   start = 0
   outputs = []
-  # Other models need the loop. Without it, XLA would keep values that it should
-  # recompute, or gather the parameters of several layers at once.
+  # Deep, split or rematerialised models need the loop: XLA would else keep
+  # values to be recomputed, or gather the parameters of several layers at once.
   shallow = config.layers <= SHALLOW
   unroll = shallow and remat == "none" and sharding.fsdp_shards() == 1
   for stack, *more in zip(stacks(params), *scanned, strict=True):

@@ -47,7 +47,8 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
   if wrong or not chosen:
     matched = f"{wrong}, not projections" if wrong else "nothing"
     raise ValueError(
-      f"targets {targets!r} match {matched}; there are {', '.join(matrices)}"
+      f"targets {targets!r} match {matched}; matrices that may have adapters: "
+      f"{', '.join(matrices)}"
     )
   return {path: matrices[path] for path in chosen}
 
@@ -99,7 +100,7 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   """Returns an `LM` whose parameters are adapters of a frozen base.
 
   Call it inside `jax.jit`, with `base` as an argument of the jitted function:
-  then policy and reference (with adapters `{}`, as from `init`) share the base.
+  then the policy and a reference without adapters (`{}`) share the base.
   `scale` is the factor of A B, PEFT's lora_alpha / r.
   """
 
@@ -173,7 +174,7 @@ def save_peft(
   the Hugging Face Hub, `revision` its commit there. `alpha` is PEFT's
   lora_alpha: the scale is alpha / r. `dtype` is the dtype to store; None keeps
   the adapters' dtype. ValueError if `path` exists, if there are no adapters, or
-  if peft 0.21 cannot read them: of experts, it reads down alone or all three.
+  if peft 0.21 cannot read them (of experts it reads down, or all three).
   """
   if not adapters:
     raise ValueError("there are no adapters to save")

@@ -30,7 +30,7 @@ the traffic of a single layer's matrices."""
 
 
 def matrices_of(layer: Iterable[str]) -> list[str]:
-  """Returns the names of the experts' matrices in a layer, with adapters."""
+  """Returns the names of the experts' matrices and adapters in a layer."""
   return [name for name in layer if name.startswith("expert_")]
 
 
@@ -55,7 +55,7 @@ def route(
 
   With `normalize`, weights sum to 1. If logits are nearly equal, rounding may
   change the chosen experts. So `replayed` may hold the experts of a rollout (Ma
-  et al. 2025, arXiv 2510.11370), and the router only weights them.
+  et al. 2025, arXiv 2510.11370), and the router only computes their weights.
   """
   logits = _logits(x, router)
   if replayed is None:
@@ -81,7 +81,7 @@ def expert_load(
 ) -> ExpertLoad:
   """Returns the load of a layer's experts, with `count` experts per token.
 
-  `weights` tell how much each token counts. The router's logits are
+  `weights` are the tokens' weights in the load. The router's logits are
   computed again (see `mixture`): about X / (3 k F) of a layer's work.
   """
   probs = jax.nn.softmax(_logits(x, router), axis=-1)
@@ -114,8 +114,8 @@ def _experts(
   """Returns the weighted sum of each token's experts on this device, float32.
 
   `experts` are indices into `matrices`; indices outside belong to other devices
-  and add exactly 0. `total` counts all devices' experts. With an index
-  `layer`, `matrices` hold all layers.
+  and add exactly 0. `total` is the number of experts on all devices. With an
+  index `layer`, `matrices` hold all layers.
   """
   from grpojax.models.grouped import grouped_product  # importing Pallas is slow
 
@@ -285,8 +285,8 @@ def by_layer(config: TransformerConfig, recorded: PyTree) -> PyTree:
   def split(x):
     if x.shape[-1] != math.prod(shape):
       raise ValueError(
-        f"{x.shape[-1]} experts per token were recorded, but the model has "
-        f"{shape[0]} layers with {shape[1]} experts per token"
+        f"{x.shape[-1]} experts per token were recorded over all layers, but "
+        f"{shape[0]} layers with {shape[1]} each need {math.prod(shape)}"
       )
     return jnp.moveaxis(x.reshape((*x.shape[:-1], *shape)), -2, 0)
 

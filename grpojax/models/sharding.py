@@ -238,7 +238,7 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
   params = _constrain(params, prefix, gathered=True)
   if prefix == "layer/":  # no barrier, so that XLA:TPU can overlap gathers
     return params
-  # Without a barrier, XLA would gather again in each turn of a loop.
+  # Without a barrier, XLA would gather again in each iteration of a loop.
   return _barrier(params)
 
 
@@ -252,7 +252,7 @@ def all_but_gathered(primitive, *_, **__) -> bool:
 
 
 # If a loop adds up the gradient of a weight that all devices read, XLA sums it
-# over all devices in each turn. With a copy of the weight per device, and
+# over all devices in each iteration. With a copy of the weight per device, and
 # samples [devices, rows, ...], XLA sums it once, after the loop.
 
 
@@ -262,7 +262,7 @@ def _row_axes() -> dict[str, int]:
 
 
 def copy_for_rows(x: Array) -> Array:
-  """Returns a copy of x per device with rows, [devices, ...]; x if unsplit."""
+  """Stacks a copy of x per device that rows are split over; x if unsplit."""
   axes = _row_axes()
   if not axes:
     return x

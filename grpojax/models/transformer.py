@@ -124,7 +124,7 @@ def _for_decoding(
   """Casts, gathers and lays out parameters once for the token loop.
 
   A tied embedding stays float32, and the output head is a cast copy. Rotary
-  tables are added, because XLA would compute them for every token and layer.
+  tables are stored, because XLA would compute them for every token and layer.
   `in_8_bits` quantizes matrices before they are gathered, to halve the traffic.
   """
 
@@ -209,8 +209,8 @@ def transformer(
     remat: values that the backward pass recomputes (`layer_stacks.REMAT`):
       "full" (everything except each layer's input, about a third more work),
       "selective", "attention" or "none".
-    attention: how rows of more than `block_attention.WHOLE` tokens attend, a
-      name in `block_attention.ATTENTION`.
+    attention: kind of attention in rows of more than `block_attention.WHOLE`
+      tokens, a name in `block_attention.ATTENTION`.
     platform: "cpu", "gpu" or "tpu"; None means JAX's default backend. Results
       differ only by rounding.
   """

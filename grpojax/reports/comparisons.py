@@ -29,7 +29,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def answers(rows: Rows) -> Answers:
-  """Reads evaluations by step from evaluations.jsonl; the last row counts."""
+  """Reads evaluations by step from evaluations.jsonl: each step's last row."""
   return {row["step"]: (row["problems"], row["right"]) for row in rows}
 
 
@@ -66,7 +66,7 @@ def texts_before_and_after(rows: Rows) -> dict[str, Any] | None:
 
 
 def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
-  """Returns accuracy b - a for each step with evaluations of equal prompts."""
+  """Returns accuracy of run b minus run a, at steps with the same problems."""
   return [
     {"step": step} | paired
     for step in sorted(a.keys() & b.keys())
@@ -75,7 +75,7 @@ def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
 
 
 def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
-  """Returns b - a for the metrics `COMPARED`, over their common steps.
+  """Returns metrics (`COMPARED`) of run b minus run a, over common steps.
 
   A row has means, a difference with interval and p-value, and its blocks.
   """
@@ -109,7 +109,7 @@ def group_size(columns: Columns) -> tuple[float, float, float] | None:
   best, high = (
     by_step(columns, f"optimal_group_size{end}") for end in ("", "_high")
   )
-  # Columns do not contain infinite values.
+  # Columns leave out infinite values, so a missing value is infinite.
   return best.get(steps[-1], math.inf), lows[-1], high.get(steps[-1], math.inf)
 
 

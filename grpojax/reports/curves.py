@@ -2,7 +2,7 @@
 
 A metric without its own interval is drawn as means of blocks of steps with
 Student's 95% interval. Steps of a block count as independent, since they have
-different prompts and samples; progress only widens the interval.
+different prompts and samples; progress within a block only widens it.
 """
 
 import math
@@ -65,7 +65,7 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
 
 
 def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
-  """Returns the indices of points to draw, the extremes of equal parts."""
+  """Returns the indices of points to draw: the extremes of equal parts."""
   count = len(values)
   if count <= points:
     return list(range(count))
@@ -78,7 +78,7 @@ def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
 
 
 def block_edges(count: int) -> list[tuple[int, int]]:
-  """Divides steps into blocks [start, end) of about equal size; [] for few.
+  """Divides steps into blocks [start, end) of nearly equal size; [] if too few.
 
   The size is equal because a short last block would have a wide interval.
   """
@@ -106,7 +106,7 @@ def blocks(
 
 
 def by_step(columns: Columns, name: str) -> dict[int, float]:
-  """Returns the values of a metric by step, if any."""
+  """Returns the values of a metric by step; {} for a missing metric."""
   return dict(zip(*columns.get(name, ((), ())), strict=True))
 
 
@@ -132,9 +132,10 @@ def _curve(name: str, columns: Columns) -> Curve:
 def curves(columns: Columns) -> dict[str, Curve]:
   """Returns the curves of all metrics of a run, by name.
 
-  A curve has `x`, `y` (only extremes if there are many steps), `last`, and its
-  own 95% interval `low` and `high` (None: no bound) or `blocks`. The columns of
-  a metric m's interval are `m_low` and `m_high`; `m_se` is not drawn.
+  A curve has `x`, `y` (extremes if there are many steps), `last`, and either
+  the metric's 95% interval `low` and `high` (None: no bound) or `blocks`. The
+  columns of a metric m's interval are `m_low` and `m_high`; `m_se` is not
+  drawn.
   """
 
   def is_bound(name):

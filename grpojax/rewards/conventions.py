@@ -6,20 +6,21 @@ The convention follows from a function's parameter names:
 |------------------------------------------|-----------------------------------|
 | prompts, completions or completion_ids   | TRL's `reward_funcs`              |
 | solution_str                             | verl's `compute_score`            |
-| otherwise, three of any name             | (prompt, completion, example)     |
+| three with other names                   | (prompt, completion, example)     |
 
 Arguments of TRL and verl are passed by keyword if the function has a parameter
-for them or `**kwargs`; options of `reward.options.FUNCTION` replace columns.
+for them or `**kwargs`; options in `reward.options.FUNCTION` override columns.
 
-TRL: a call per prompt, with all completions. Each is a text or, if the prompt
-is a list of messages, a list of a single message. Prompts include the
-observation of an environment's reset; completion_ids include the EOS;
+TRL: one call per prompt, with all its completions. A completion is a text or,
+if the prompt is a list of messages, a list with one message. Prompts include
+the observation of an environment's reset; completion_ids include the EOS;
 trainer_state has global_step (steps done) and max_steps; log_extra is ignored;
-other columns are lists. The result is a number per completion; None abstains.
+other columns are lists with a value per completion. The result is a number per
+completion; None abstains.
 
-verl: a call per completion. ground_truth is reward_model["ground_truth"], else
-the column ground_truth or answer; extra_info is {} by default. The result is a
-number, or a dict with "score" and other numbers to log.
+verl: one call per completion. ground_truth is reward_model["ground_truth"],
+else the column ground_truth or answer; extra_info is {} by default. The result
+is a number, or a dict with "score" and other numbers to log.
 """
 
 import difflib
@@ -55,7 +56,7 @@ class _Function(NamedTuple):
   needs: Sequence[str]  # columns for unbound parameters without a default
 
   def call(self, arguments: dict[str, Any]) -> Any:
-    """Calls the function with those arguments that it has parameters for."""
+    """Calls the function with the arguments for which it has parameters."""
     if self.takes is not None:
       arguments = {k: v for k, v in arguments.items() if k in self.takes}
     return self.function(**arguments)
@@ -72,7 +73,7 @@ class Verl(_Function):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that are columns of an example."""
+    """Returns the arguments that come from columns of an example."""
     columns = {"extra_info": example.get("extra_info") or {}}
     if SOURCE in example:
       columns[SOURCE] = example[SOURCE]
@@ -131,7 +132,7 @@ class Trl(_Function):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that are columns of an example."""
+    """Returns the arguments that come from columns of an example."""
     return {k: v for k, v in example.items() if k not in _NO_COLUMNS}
 
 
@@ -140,7 +141,7 @@ def follow(
 ) -> Callable[..., Any]:
   """Binds options to a function and wraps it in `Trl` or `Verl` if needed.
 
-  ValueError if it fits no or two conventions, has no such option, or is async.
+  ValueError for no or several conventions, unknown options, or async functions.
   """
   refuse_asynchronous(f"reward {name!r}", function, "rewards")
   bound = functools.partial(function, **options) if options else function
@@ -186,7 +187,7 @@ def follow(
 
 
 def refuse_asynchronous(subject: str, function: Any, kind: str) -> None:
-  """Raises ValueError for a coroutine function; `kind` names its results."""
+  """Raises ValueError for a coroutine function; errors call results `kind`."""
   call = getattr(function, "__call__", None)  # noqa: B004
   if any(map(inspect.iscoroutinefunction, (function, call))):
     raise ValueError(
@@ -215,7 +216,7 @@ def nearest(name: str, candidates: Collection[str]) -> str:
 def _convention(
   name: str, parameters: Collection[str]
 ) -> type[Verl] | type[Trl] | None:
-  """Returns the class for a function's parameters; None: grpojax's own."""
+  """Returns `Trl`, `Verl` or, for grpojax's own convention, None."""
   kinds = {"TRL's": TRL, "verl's": VERL, "grpojax's own": OURS}
   marks = {}
   for kind, names in kinds.items():
@@ -250,7 +251,7 @@ def check_columns(
 
 
 def wants(reward: Callable[..., Any], name: str) -> bool:
-  """Returns True if a function takes `name`, a costly argument (IDS, STATE)."""
+  """Returns True if a `Trl` function has a parameter `name` (IDS or STATE)."""
   return isinstance(reward, Trl) and (
     reward.takes is None or name in reward.takes
   )

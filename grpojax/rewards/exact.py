@@ -18,7 +18,7 @@ def spellings(answer: str | int | float) -> tuple[str, str]:
   Other texts, such as "10,80", are stripped and returned twice.
   """
   if isinstance(answer, float) and answer.is_integer():
-    answer = int(answer)  # tables store integers with gaps as floats
+    answer = int(answer)  # tables store integers as floats if some are missing
   answer = str(answer).strip()
   number = _NUMBER.fullmatch(answer)
   if not number:
@@ -32,7 +32,7 @@ def spellings(answer: str | int | float) -> tuple[str, str]:
 
 
 def given_answer(completion: str) -> str | None:
-  """Returns a completion's answer, in the first of its `spellings`, or None."""
+  """Returns a completion's answer in its first spelling; None without one."""
   _, mark, tail = completion.rpartition(MARK)
   return (spellings(tail)[0] or None) if mark else None
 
@@ -42,8 +42,8 @@ def exact_answer(
 ) -> float:
   """Returns 1.0 if the text after the last "####" is the answer, else 0.0.
 
-  Any of the `spellings` of the example's "answer" is right; an empty text is
-  always wrong.
+  Both `spellings` of the example's "answer" are right; an empty text is always
+  wrong.
   """
   tail = completion.rpartition(MARK)[2].strip() if MARK in completion else ""
   return float(tail != "" and tail in spellings(example["answer"]))

@@ -11,7 +11,7 @@ from grpojax.core.types import Rollout
 from grpojax.data.examples import MARK
 from grpojax.rewards.exact import spellings
 
-_UNICODE = 0x110000  # number of code points
+_UNICODE = 0x110000  # number of Unicode code points
 
 
 def exact_answer_ids(
@@ -22,14 +22,14 @@ def exact_answer_ids(
 ]:
   """Builds `exact_answer` on token ids; returns functions `(target, reward)`.
 
-  `target(example)` returns {"answer": int32 [2, A + 1]}, both spellings as
-  zero-padded `_code`s; A is `max_answer_length` in characters. The jittable
-  `reward(rollout, targets)` returns 1.0 or 0.0, [B, G].
+  `target(example)` returns {"answer": int32 [2, A + 1]}, the zero-padded codes
+  of both spellings; A is `max_answer_length`. The jittable `reward(rollout,
+  targets)` returns 1.0 or 0.0, [B, G].
 
-  Tokens must be single characters, so that "####" in the text is "####" in the
-  ids. Longer tokens may be whitespace, or free of digits, "#" and whitespace.
-  ValueError for other tokenizers; `target` raises it for answers that are too
-  long or ambiguous.
+  So that "####" in the text is "####" in the ids, "#" and each digit must be a
+  token, and longer tokens must be whitespace, or have no "#", digit or
+  whitespace. ValueError for other tokenizers, and by `target` for answers that
+  are too long or contain a longer token.
   """
   texts = _token_texts(tokenizer)
   codes = np.array([_code(i, text) for i, text in enumerate(texts)] + [0])
@@ -45,7 +45,7 @@ def exact_answer_ids(
         raise ValueError(
           f"the answer {text!r} cannot be compared on ids: it must have at most"
           f" max_answer_length = {max_answer_length} characters, each a token,"
-          " and contain no longer token; use the reward on text (exact_answer)"
+          " and contain no multi-character token; use exact_answer on text"
         )
       answer[row, : len(text)] = [_code(0, character) for character in text]
     return {"answer": answer}
@@ -68,7 +68,7 @@ def exact_answer_ids(
 def _last_answer(
   codes: Int[Array, "B G T"], width: int
 ) -> tuple[Int[Array, "B G width"], Bool[Array, "B G"]]:
-  """Returns the stripped text after the last "####", and True if there is one.
+  """Returns the stripped text after the last "####", and True if "####" occurs.
 
   The text is cut or padded to `width` codes; tokens without text have code 0.
   """
@@ -120,16 +120,16 @@ def _token_texts(tokenizer: Any) -> list[str]:
     )
     text = around[1:-1]
     if around != f"#{text}#" or "\ufffd" in text:
-      raise _unfit(f"token {token} writes {around!r} in #...#")
+      raise _unfit(f"token {token} between two # is decoded as {around!r}")
     mixed = any(
       c == "#" or c.isspace() or (c.isdigit() and token not in special)
       for c in text
     )
     if len(text) > 1 and not text.isspace() and mixed:
-      raise _unfit(f"token {token} writes {text!r}")
+      raise _unfit(f"token {token} is {text!r}")
     texts.append(text)
   if missing := set("#0123456789") - set(texts):
-    raise _unfit(f"no token writes {min(missing)!r}")
+    raise _unfit(f"no token is {min(missing)!r}")
   return texts
 
 

@@ -13,9 +13,9 @@ def format(
 ) -> float:
   """Returns 1.0 for exactly <think>...</think> <answer>...</answer>, else 0.0.
 
-  Each tag opens and closes once, in order, around more than whitespace, with
+  Each pair of tags occurs once, in order, around more than whitespace; there is
   only whitespace outside. The first opening tag may end the prompt instead.
-  Takes linear time. ValueError for no tags or a repeated tag.
+  Takes linear time. ValueError for no tags, or a tag given twice.
   """
   if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
     raise ValueError(f"tags = {tags!r}: list at least one tag, each once")

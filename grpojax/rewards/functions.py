@@ -1,4 +1,4 @@
-"""Reward functions by name, and their weighted sum.
+"""Loads reward functions by name, and sums their weighted rewards.
 
 A reward is a function `(prompt, completion, example) -> float | None` of two
 texts and a dict; None abstains. A name is one of `BUILT_IN`,
@@ -69,12 +69,12 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 
 
 def workers_for(names: Sequence[str], workers: int) -> int:
-  """Returns `workers`; at least 1 if a reward may call the slow Math-Verify."""
+  """Returns the number of workers, at least 1 if Math-Verify may be used."""
   return workers or int(any(name in READ_ANSWERS for name in names))
 
 
 def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
-  """Loads the object "package.module:NAME" or "file.py:NAME", or a "file.py".
+  """Loads an object (package.module:NAME or file.py:NAME) or a file (file.py).
 
   `built_in` maps short names to paths. ValueErrors begin with `subject`.
   """
@@ -129,7 +129,7 @@ def resolve_all(
 def combine(
   values: Sequence[int | float | None], weights: Sequence[int | float]
 ) -> float | None:
-  """Returns the weighted sum of the values that are not None, if any."""
+  """Returns the weighted sum of the values except None; None without values."""
   pairs = zip(values, weights, strict=True)
   terms = [weight * value for value, weight in pairs if value is not None]
   return math.fsum(terms) if terms else None

@@ -1,4 +1,4 @@
-"""Rewards of groups of completions, from the texts of a rollout."""
+"""Computes the rewards of groups of completions from a rollout's texts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,6 +51,6 @@ def submit_groups(
 
 
 def all_failures(rewards: GroupRewards) -> list[Failure]:
-  """Returns a batch's failures, by index in the group and then by prompt."""
+  """Lists a batch's failures, ordered by index in the group, then by prompt."""
   by_completion = zip(*rewards.failures, strict=True)
   return [x for row in by_completion for failures in row for x in failures]

@@ -1,7 +1,7 @@
 r"""The reward `math_answer`, which compares the final answer of a solution.
 
-Thinking is ignored, and text outside <answer> and </answer> if these tags
-exist. The first match of this list is the answer:
+Thinking is ignored, and so is text outside <answer> and </answer> if these tags
+exist. The answer is the first of these that exists:
 
 1. the last \boxed{...} or \fbox{...} that is closed and not empty;
 2. the line after the last "####";
@@ -10,7 +10,7 @@ exist. The first match of this list is the answer:
 4. all of the text between <answer> and </answer>;
 5. the last number outside of formulas and expressions.
 
-The whole text counts: "5 or 6" is neither 5 nor 6. Numbers are compared by
+The whole answer counts: "5 or 6" is neither 5 nor 6. Numbers are compared by
 exact value and choices by letter (`quantities`), other answers as text and then
 by Math-Verify (`symbolic`), which a `Pool` runs in a process with a time limit.
 
@@ -138,8 +138,9 @@ def given_answer(
 ) -> str | None:
   """Returns the `spelling` of the answer after the thinking, or None.
 
-  None if the thinking, which the prompt may open, was never closed. Completions
-  with equal results get equal rewards from `math_answer`.
+  None without an answer, or if the thinking (which the prompt may open) is
+  never closed. Completions with equal results get equal rewards by
+  `math_answer`.
   """
   text = completion
   for pair in thinking:
@@ -211,7 +212,7 @@ def _without_names(answer: str, expected: str) -> tuple[str, str]:
 
 
 def _places(text: str, *marks: str) -> Iterator[int]:
-  """Yields the last `_ATTEMPTS` positions of the marks, from the end."""
+  """Yields at most `_ATTEMPTS` positions of marks, beginning at the end."""
   last = {mark: text.rfind(mark) for mark in marks}
   for _ in range(_ATTEMPTS):
     mark = max(last, key=last.__getitem__)
@@ -223,7 +224,7 @@ def _places(text: str, *marks: str) -> Iterator[int]:
 
 
 def _boxed(text: str) -> str | None:
-  """Returns the last box, with boxes joined to it by "or", "and" or ","."""
+  """Returns the last box and the boxes joined to it by "or", "and" or ","."""
   answers = []
   later = None
   for place in _places(text, "boxed", "\\fbox"):
@@ -240,13 +241,13 @@ def _boxed(text: str) -> str | None:
     else:
       continue
     if answers:
-      # `later` is where the following box starts: boxes are read from the end.
+      # `later` is the start of the following box: boxes are read from the end.
       between = text[end:later] if end <= later < end + 30 else ""
       if not _JOINED.fullmatch(between):
         break
     if answer:
       answers.insert(0, answer)
-      later = place if text[place] == "\\" else place - 1  # its backslash
+      later = place if text[place] == "\\" else place - 1  # of its backslash
   return ", ".join(dict.fromkeys(answers)) or None
 
 

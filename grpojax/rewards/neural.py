@@ -33,7 +33,7 @@ def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
 
 
 def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
-  """Yields batches `(indices, ids, mask)`, padded to the next of `lengths`."""
+  """Yields batches `(indices, ids, mask)`, padded to the next larger length."""
   sizes = np.array([len(row) for row in rows])
   bins = np.searchsorted(lengths, sizes)
   for i, length in enumerate(lengths):
@@ -63,7 +63,7 @@ def make_reward_model(
   `encode` turns it into ids. Sequences are padded to one of the ascending
   `lengths`, each compiled at first use; longer sequences lose their beginning.
   ValueError for a sample without tokens. `sharding` places ids and mask
-  [batch_size, length]; its devices along the rows must divide `batch_size`.
+  [batch_size, length]; its number of devices for rows must divide `batch_size`.
   """
   run = jax.jit(
     lambda params, ids, mask: lm.unembed(

@@ -62,7 +62,7 @@ def exact_enough(rewards: _Groups) -> _Groups:
 
 
 def in_float32(rewards: _Groups) -> _Groups:
-  """Casts to float32; subtracts a group's minimum if precision needs it."""
+  """Casts to float32, minus a group's minimum if differences would be lost."""
   worst, _, lossy = _range(rewards)
   return np.where(lossy, rewards - worst, rewards).astype(np.float32)
 
@@ -87,7 +87,7 @@ _Task = tuple[list[int], list[tuple[int, int]]]
 
 
 class Submission(workers_lib.Submission):
-  """Groups of `size` items being rewarded; job i computes `tasks[i]`."""
+  """Groups of `size` items sent to the workers; job i computes `tasks[i]`."""
 
   def __init__(
     self,
@@ -108,13 +108,13 @@ class Submission(workers_lib.Submission):
 
 
 class Pool(WorkerPool):
-  """Computes rewards with named functions; use it in a `with`.
+  """Computes rewards with named functions; use it in a `with` block.
 
-  Completions that a submission gave up (see `WorkerPool`) count as failures.
-  With 0 `workers`, and if `functions.workers_for` returns 0, `collect` computes
-  rewards in this process. `timeout` is seconds per completion for all functions
-  together; `Trl` functions get it times the group size. `sources` maps short
-  names of functions to the data sets that they are limited to.
+  Completions that the pool gave up (see `WorkerPool`) count as failures. If
+  `functions.workers_for` returns 0, `collect` computes rewards in this process.
+  `timeout` is seconds per completion for all functions together; `Trl`
+  functions get it times the group size. `sources` maps a function's short name
+  to the data sets for which it is called.
   """
 
   def __init__(
@@ -139,7 +139,7 @@ class Pool(WorkerPool):
     super().__init__(worker, setup, processes)
 
   def wants(self, name: str) -> bool:
-    """Returns True if any function takes the costly input `name`."""
+    """Returns True if a function has a parameter `name` (IDS or STATE)."""
     return any(conventions.wants(f, name) for f in self._functions)
 
   def submit(self, groups: Sequence[Sequence[Item]], size: int) -> Submission:
@@ -168,7 +168,8 @@ class Pool(WorkerPool):
   ) -> GroupRewards:
     """Waits for submissions and returns their rewards as a single batch.
 
-    `check_signals` is called as in `results`; its exceptions abandon them all.
+    `check_signals` is called as in `results`; if it raises, the pool abandons
+    all submissions.
     """
     # outcomes[submission][place][function]
     outcomes = {sent: collections.defaultdict(dict) for sent in submissions}

@@ -4,12 +4,12 @@ Equal numbers have the same spelling ("1,234.50 dollars", `\$1234.5` and
 "2469/2" become "2469/2"), and so do equal choices ("(B)" and "B) Paris" become
 "B"). Other answers keep their text without the markup around it.
 
-A number has an optional sign and currency; digits with or without thousands
-separators, decimals, a fraction (3/4, \frac{3}{4}, ¾), a mixed number (1 1/2,
-1\frac{1}{2}), a power of ten (1.5e3, 1.5 \times 10^3) or a scale (5 million);
-and an optional unit: words of `_UNITS`, or a plural noun ("5 red apples").
-Units are ignored, and a percent sign is a unit: 50% is 50 and not 1/2, as in
-the answers of GSM8K and MATH. A letter is a unit only inside \text{}.
+A number may have a sign, a currency, thousands separators, decimals, a power of
+ten (1.5e3, 1.5 \times 10^3) or a scale (5 million); be a fraction (3/4,
+\frac{3}{4}, ¾) or a mixed number (1 1/2, 1\frac{1}{2}); and have a unit: words
+of `_UNITS`, or a plural noun ("5 red apples"). Units are ignored, and a percent
+sign is a unit: 50% is 50 and not 1/2, as in the answers of GSM8K and MATH. A
+letter is a unit only inside \text{}.
 
 The time is bounded: numbers have at most 60 digits and two-digit exponents,
 answers at most `LONGEST` characters. Text is never evaluated.
@@ -147,7 +147,7 @@ def unwrap(text: str) -> str:
     for opens, closes in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
       if text.startswith(opens) and text.endswith(closes) and len(text) > 2:
         inside = text[len(opens) : -len(closes)]
-        # "$1$ or $2$" begins and ends with signs of different formulas.
+        # The first and last $ of "$1$ or $2$" belong to different formulas.
         text = text if opens in inside else inside
     around = _AROUND.match(text)
     if around and closing(text[around.end() :]) == len(text) - around.end() - 1:

@@ -1,8 +1,8 @@
 """Equality of symbolic answers by Math-Verify: "x(x+1)" is "x^2+x".
 
 Only Math-Verify's LaTeX grammar is used, because its parser of plain
-expressions evaluates them as Python. Answers that the grammar misreads count as
-unequal.
+expressions evaluates them as Python. Answers known to be misread by the grammar
+count as unequal.
 """
 
 import functools
@@ -67,7 +67,7 @@ def equal(answer: str, expected: str) -> bool:
 
 
 def _comparable(answer: str, expected: str) -> bool:
-  """Returns False for answers that differ in form, or that would be misread."""
+  """Returns False for answers of different form, or known to be misread."""
   sides = answer, expected
   bare = [_COMMAND.sub(" ", text) for text in sides]
   if any(map(_MISREAD.search, sides)) or any(map(_HUGE.search, sides)):
@@ -128,4 +128,4 @@ def _parse(text: str) -> Expression | None:
     return None
 
 
-_parse("x")  # builds the tables now, outside of any time limit
+_parse("x")  # builds the grammar's tables now, before time is limited

@@ -38,7 +38,8 @@ def evaluate(
 ) -> list[Outcome]:
   """Calls a function on completions of a prompt, with copies of the examples.
 
-  Examples of data sets outside `sources` get None. Processes it forks end here.
+  Examples of data sets outside `sources` get None. A process that the function
+  forks ends here.
   """
   if sources is not None and items[0][2].get(SOURCE) not in sources:
     return [Outcome(None)] * len(items)
@@ -79,7 +80,7 @@ def _outcome(value: Any) -> Outcome:
 def to_reward(value: Any, returned: str = "returned") -> float | None:
   """Converts a number or None to a reward.
 
-  Raises WrongAnswer ("`returned` nan") for other types and too large values.
+  Raises WrongAnswer ("`returned` nan") for other types, nan and large values.
   """
   value = _scalar(value)
   if value is None:

@@ -28,7 +28,7 @@ def seconds() -> list[float]:
   def listen(event: str, duration: float, **about: Any) -> None:
     if "backend_compile" in event:
       durations.append(duration)
-    elif "jaxpr_to_mlir" in event:  # precedes XLA's compilation
+    elif "jaxpr_to_mlir" in event:  # event before XLA's compilation
       name = str(about.get("fun_name")).removeprefix("jit(").removesuffix(")")
       if name in LONG:
         for tell in _listeners:
@@ -70,10 +70,10 @@ def _warn_once() -> None:
 
 
 def keep() -> None:
-  """Makes JAX store compiled programs in the user's cache; deletes the oldest.
+  """Makes JAX store compiled programs in the user's cache, and limits its size.
 
   JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=0 take precedence.
-  JAX's own size limit is unused: it takes a lock, which a kill leaves forever.
+  JAX's own size limit is not used: after a kill its lock would stay forever.
   """
   _warn_once()
   config = jax.config

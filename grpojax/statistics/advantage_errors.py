@@ -1,8 +1,9 @@
-"""Gradient error for any unbiased advantage that uses a single group.
+"""Gradient error with an unbiased advantage that uses a single group.
 
-Given the prompt, G MSE(G) = c2 + c3 / (G - 1): errors of whole and half groups
-determine c2 and c3, exactly for leave-one-out, to order 1 / G^2 for weighted
-means of the other rewards. Notation is that of `component_estimates`.
+Given the prompt, G MSE(G) = c2 + c3 / (G - 1), so the errors of whole and half
+groups determine c2 and c3. This is exact for leave-one-out, and holds to order
+1 / G^2 if the baseline is a weighted mean of the other rewards. Notation:
+`component_estimates`.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from grpojax.statistics.group_size import optimal_group_size
 
 
 class AdvantageErrors(NamedTuple):
-  """Components of a gradient's error if it uses a certain advantage."""
+  """Components of the gradient's error with a given advantage."""
 
   c2: Float[Array, ""]  # error within prompts
   c3: Float[Array, ""]  # error of the baseline

@@ -33,9 +33,9 @@ def _baselines(
 ) -> tuple[Float[Array, "B"], Float[Array, "B B"]]:
   """Returns the baselines of least variance, E[||s||^2 Z] / E||s||^2.
 
-  Entry x leaves out prompt x, entry (x, x') both; the diagonal is meaningless.
-  Inputs are group means of a^2 and a^2 Z. As E[s] = 0, any baseline b that is
-  independent of the samples has E[s (Z - b)] = g(x).
+  Entry [x] is computed without prompt x, entry [x, x'] without x and x'; the
+  diagonal is meaningless. Inputs are group means of a^2 and a^2 Z. As E[s] = 0,
+  every baseline b that is independent of the samples has E[s (Z - b)] = g(x).
   """
 
   def sums_without(values):  # each prompt [B], or each pair [B, B]
@@ -55,13 +55,13 @@ def _baselines(
 
 
 def _reward_moments(rewards: Groups) -> tuple[Groups, Groups]:
-  """Estimates delta_i^2 and sigma^2 for each sample i; V(x) is unknown.
+  """Estimates delta_i^2 and sigma^2 for each sample i, without knowing V(x).
 
-  With c_i = Z_i - mean(Z) and S = sum_i c_i^2: delta_i^2 is the mean over
-  distinct j, k, both not i, of (Z_i - Z_j)(Z_i - Z_k), whose sum is (sum_j (Z_i
-  - Z_j))^2 - sum_j (Z_i - Z_j)^2 = G (G - 1) c_i^2 - S. sigma^2 is the variance
-  of the rewards except Z_i, so that it is independent of the score of i; their
-  squared deviations sum to S - G / (G - 1) c_i^2.
+  Let c_i = Z_i - mean(Z) and S = sum_i c_i^2. The first is the mean of (Z_i -
+  Z_j)(Z_i - Z_k) over distinct j and k other than i; these products sum to
+  (sum_j (Z_i - Z_j))^2 - sum_j (Z_i - Z_j)^2 = G (G - 1) c_i^2 - S. The second
+  is the variance of the rewards except Z_i, so it is independent of the score
+  of i; their squared deviations sum to S - G / (G - 1) c_i^2.
   """
   n = rewards.shape[-1]
   centred = rewards - jnp.mean(rewards, -1, keepdims=True)
@@ -116,7 +116,7 @@ def prompt_estimates(
 
 
 def combine(sums: PromptEstimates, count: int) -> Components:
-  """Computes components from sums over `count` prompts and ordered pairs."""
+  """Computes components from sums over `count` prompts and their pairs."""
   mean = jax.tree.map(lambda x: x / count, sums)
   # Products of different prompts have the mean ||E_x g(x)||^2.
   gradient_sq = mean.pairs / (count - 1)
@@ -134,8 +134,8 @@ def covariances(
 ) -> tuple[Float[Array, "5 5"], Float[Array, "5 5"]]:
   """Estimates covariances of the components, over prompts and over directions.
 
-  The first is from a jackknife, as components are not plain means over prompts,
-  the second from the spread of the directions. Both have the order of
+  The first is a jackknife, because components are not plain means over prompts;
+  the second is the spread of the directions. Both have the order of
   `Components`. Their sum counts common variation twice, so it is conservative.
   """
   tangents = per_tangent.shape[0]

@@ -23,7 +23,7 @@ from grpojax.statistics.u_statistics import Estimators
 
 
 class Diagnosis(NamedTuple):
-  """Variance of a step's policy gradient, estimated from its samples.
+  """Noise of a step's policy gradient, estimated from the step's samples.
 
   Estimates of small quantities may be negative. Do not build intervals from the
   standard errors: with few prompts the estimates are skewed.
@@ -34,7 +34,7 @@ class Diagnosis(NamedTuple):
   mse: Estimators  # of the whole step's gradient
   snr: Float[Array, ""]  # squared gradient over the leave-one-out error
   optimal_group_size: Float[Array, ""]  # 1 + sqrt(c3 / c1); inf if c1 <= 0
-  low: Float[Array, ""]  # of the 95% interval for G*
+  low: Float[Array, ""]  # lower end of the 95% interval for G*
   high: Float[Array, ""]  # inf if c1 may be 0
 
 

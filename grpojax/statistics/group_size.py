@@ -34,7 +34,7 @@ def components(
   gradients: Float[Array, "X d"],
   weights: Float[Array, "X"] | None = None,
 ) -> Components:
-  """Averages exact moments and gradients g(x); default: equal weights."""
+  """Averages exact moments and gradients over prompts, by default equally."""
   if weights is None:
     weights = jnp.full(gradients.shape[:1], 1 / len(gradients))
   gradient_sq = jnp.sum((weights @ gradients) ** 2)  # of the mean over prompts
@@ -56,14 +56,14 @@ def mse_curve(
   """Returns errors of a batch's gradient by group size at a fixed budget.
 
   Leave-one-out: c1 G / N + c2 / N + c3 / (N (G - 1)), Proposition 3 of arXiv
-  2603.01162 with its remainder; the oracle lacks the last term. G >= 2, N =
-  `num_samples` counts the whole batch, and B = N / G is not rounded.
+  2603.01162 with its remainder; the oracle's error lacks the last term. G >= 2,
+  N = `num_samples` is the size of the batch, and B = N / G is not rounded.
 
-  From a finite set of M = `prompts`, each is drawn once per epoch. A batch that
-  starts with an epoch has r = B mod M prompts beyond whole epochs, and c1 / B
-  becomes M / (M - 1) c1 r (1 - r / M) / B^2. Within an epoch this equals
-  M / (M - 1) c1 (1 / B - 1 / M); at its end it is 0. A batch may span several
-  steps of nearly equal parameters. Samples of prompts estimate M / (M - 1) c1.
+  If there are M = `prompts`, each is drawn once per epoch. A batch that starts
+  with an epoch has r = B mod M prompts beyond whole epochs, and c1 / B becomes
+  M / (M - 1) c1 r (1 - r / M) / B^2. Within an epoch this equals M / (M - 1) c1
+  (1 / B - 1 / M); at its end it is 0. A batch may span several steps of nearly
+  equal parameters. A diagnosis estimates M / (M - 1) c1.
   """
   c = components
   n = num_samples
@@ -89,11 +89,11 @@ def optimal_group_size(
 ) -> Float[Array, "*X"]:
   """Returns the group size G* of least error at a fixed budget, not rounded.
 
-  G* = 1 + sqrt(c3 / c1) at any budget (arXiv 2603.01162, Theorem 7, has sqrt(c3
-  / c1) from an upper bound). If each prompt costs `prompt_cost` = kappa
-  completions (negative: ValueError), G* minimises (kappa + G) (c1 + c2 / G + c3
-  / (G (G - 1))), a convex function of G > 1; otherwise c2 is irrelevant. G* is
-  inf if c1 <= 0, and nan if a component is nan.
+  G* = 1 + sqrt(c3 / c1) at every budget and for every c2 (arXiv 2603.01162,
+  Theorem 7, has sqrt(c3 / c1) from an upper bound). If a prompt costs as much
+  as `prompt_cost` = kappa > 0 completions, G* minimises (kappa + G) (c1 + c2 /
+  G + c3 / (G (G - 1))), a convex function of G > 1. G* is inf if c1 <= 0, and
+  nan if a component is nan.
   """
   if not prompt_cost >= 0:
     raise ValueError(f"prompt_cost = {prompt_cost}: give 0 or more completions")
@@ -117,7 +117,7 @@ def optimal_group_size_in_epochs(
 ) -> Float[Array, "*X"]:
   """Returns the group size of least `mse_curve` for a finite set of prompts.
 
-  It is max(G*, N / M); `best` is G* of an infinite set with M / (M - 1) c1 for
+  It is max(G*, N / M). `best` is G* computed with M / (M - 1) c1 in place of
   c1. Within an epoch the finite set subtracts a constant from the error. Groups
   below N / M repeat prompts in a batch, which does not reduce c1's term.
   """
@@ -191,8 +191,8 @@ def observe(
   G* = 1 + sqrt(c3 / c1) is above G 2^(1/2 + margin) if c3 - K c1 > 0, with K =
   (G 2^(1/2 + margin) - 1)^2. G doubles if this difference is `confidence`
   standard errors above 0, and halves likewise. Thus c1, which is small and
-  noisy, is never a divisor. Observations that are not finite are skipped;
-  `decay`, within [0, 1), is the weight of the past at each observation.
+  noisy, is never a divisor. Observations that are not finite are skipped; each
+  observation multiplies the earlier sums by `decay`, within [0, 1).
   """
   new = jnp.stack([c1, c3, c1_se**2, c3_se**2])
   is_finite = jnp.all(jnp.isfinite(new))

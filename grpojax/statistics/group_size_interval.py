@@ -24,7 +24,7 @@ def group_size_interval(
   """Returns the 95% interval of G* = 1 + sqrt(c3 / c1), from a diagnosis.
 
   `over_prompts` and `over_tangents` are covariances of the components. Bounds
-  that they leave open are 1 and inf.
+  that they do not determine are 1 and inf.
   """
   # Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho:
   # the sum of variances w1 (B - 1 degrees) and w2 (V - 1 degrees) has
@@ -65,10 +65,10 @@ def pooled_group_size(
 def _fieller(
   c1: Scalar, c3: Scalar, covariance: Float[Array, "2 2"], t_sq: Scalar | float
 ) -> tuple[Scalar, Scalar]:
-  """Returns the interval of G* from E. C. Fieller's (1954) for rho = c1 / c3.
+  """Returns the interval of G* from E. C. Fieller's (1954) interval of c1 / c3.
 
-  Fieller's contains all rho with c1 - rho c3 within t standard errors of 0. If
-  it includes rho <= 0, the upper bound of G* is infinite.
+  Fieller's contains all rho for which c1 - rho c3 is within t standard errors
+  of 0. If it includes rho <= 0, the upper bound of G* is infinite.
   """
   # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) expands to
   # quadratic rho^2 - 2 linear rho + constant <= 0.

@@ -54,10 +54,11 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float, float]:
 def share_interval(values: Values) -> tuple[float, float, float]:
   """Returns the mean over B >= 2 prompts of values in [0, 1], and its interval.
 
-  Wilson's interval for the number of independent trials with the same variance
-  (E. Korn and B. Graubard, 1998, Survey Methodology 24). The variance includes
-  two more prompts, 0 and 1, because few prompts may be equal by chance.
-  Student's interval is similar near 1/2, but covers less near 0 and 1.
+  It is Wilson's interval for the number of independent trials with the same
+  variance (E. Korn and B. Graubard, 1998, Survey Methodology 24). The variance
+  includes two more prompts, of values 0 and 1, because few values may be equal
+  by chance. Student's interval is similar near 1/2, but covers less near 0 and
+  1.
   """
   mean, *_ = mean_interval(values)
   extended = np.append(values, [0.0, 1.0]).astype(np.float64)
@@ -73,15 +74,16 @@ def share_interval(values: Values) -> tuple[float, float, float]:
 def paired_difference(
   a: Values, b: Values, draws: int = 20_000, seed: int = 0
 ) -> PairedDifference:
-  """Compares two checkpoints by a number per prompt, in the same order.
+  """Compares two checkpoints by their values for the same prompts, in order.
 
   The interval is Student's, of the differences. Its width is 0 if they are all
   equal, so use `paired_proportions` for values 0 and 1. The p-value of the
   sign-flip permutation test (R. A. Fisher, 1935, "The Design of Experiments",
-  section 21) tells how often random signs make the sum of differences as
-  extreme. It is exact if `draws` covers all signs of the differing prompts (by
-  default up to 14). Otherwise signs are drawn, and it is at least 2 / (1 +
-  draws). ValueError if shapes differ, B < 2, or a value is not finite.
+  section 21) is the share of random sign patterns that make the sum of
+  differences at least as extreme. It is exact if `draws` is at least the number
+  of sign patterns (by default for up to 14 prompts that differ); if not,
+  patterns are drawn, and it is at least 2 / (1 + draws). ValueError if shapes
+  differ, B < 2, or a value is not finite.
   """
   _check_pairs(a, b)
   differences = a.astype(np.float64) - b.astype(np.float64)
@@ -110,8 +112,8 @@ def paired_proportions(
   The interval is the adjusted Wald interval of A. Agresti and Y. Min (2005,
   Statistics in Medicine 24, 729-740), with half a prompt added to each cell of
   the 2 x 2 table. Unlike Student's, it has a width even if no prompts differ.
-  Its centre is closer to 0 than the difference. The p-value is McNemar's exact
-  one. ValueError if shapes differ, or B = 0.
+  The interval's centre is closer to 0 than the difference. The p-value is
+  McNemar's exact one. ValueError if shapes differ, or B = 0.
   """
   _check_pairs(a, b)
   n = len(a)

@@ -50,7 +50,7 @@ def majority_at_k(
 def _votes(
   labels: Int[np.ndarray, "n"], correct: Bool[np.ndarray, "n"]
 ) -> tuple[tuple[tuple[int, bool], ...], int]:
-  """Returns sorted (votes, correct) of all answers, and the number of -1."""
+  """Returns (votes, correct) of each answer, sorted, and the number of -1."""
   answers, answer_of_sample = np.unique(labels, return_inverse=True)
   votes = np.bincount(answer_of_sample)
   correct_votes = np.bincount(answer_of_sample, weights=correct)

@@ -17,7 +17,7 @@ from grpojax.core.types import LM, Params, Rollout
 def rademacher_like(
   key: Key[Array, ""], tree: PyTree[Float[Array, "..."]]
 ) -> PyTree[Float[Array, "..."]]:
-  """Draws random signs v: E[v v^T] = I, and squares (v . s)^2 vary least."""
+  """Draws random signs v, for which E[v v^T] = I and (v . s)^2 varies least."""
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(key, len(leaves))
   signs = [

@@ -5,9 +5,9 @@ mixture). With them its probability is
 
     q_i = u r_i + (1 - u) r_i priority_i / sum_j r_j priority_j
 
-The uniform share u lets every prompt return. A batch of B rows has pi_i = B q_i
-rows of prompt i on average, at most `most`; systematic sampling (Madow, 1949)
-rounds this number up or down. With the importance weights
+The uniform share u lets every prompt return. A batch of B rows has on average
+pi_i = B q_i rows of prompt i, limited to `most`; systematic sampling (Madow,
+1949) rounds this number up or down. With the importance weights
 
     w_i = B r_i / pi_i  <=  1 / u
 
@@ -25,7 +25,7 @@ Vector = Float[np.ndarray, "n"]
 
 
 class Stratum(NamedTuple):
-  """Prompts that keep their share of each batch: a data set of a mixture."""
+  """Prompts with a fixed share of each batch: a data set of a mixture."""
 
   size: int  # number of consecutive prompts
   weight: float  # of the whole stratum, up to a factor shared by all strata
@@ -53,10 +53,10 @@ def expected_rows(
   uniform: int | float,
   most: int = 1,
 ) -> Vector:
-  """Returns the mean number pi of a batch's rows per prompt; sums to `rows`.
+  """Returns each prompt's expected number pi of rows in a batch of `rows`.
 
-  Priorities matter within a stratum, which keeps its share of the rows, at most
-  its size times `most`. `uniform` is u, in (0, 1].
+  Priorities only divide the rows of a stratum, whose number is fixed and must
+  not exceed the stratum's size times `most`. `uniform` is u, in (0, 1].
   """
   total = sum(stratum.weight for stratum in strata)
   expected = []
@@ -74,7 +74,7 @@ def expected_rows(
 
 
 def _at_most(most: int, rows: float, q: Vector) -> Vector:
-  """Divides rows in proportion to q; an excess over `most` is redistributed."""
+  """Divides rows among prompts in proportion to q, at most `most` for each."""
   full = np.zeros(len(q), bool)
   while True:
     # Full prompts get `most` rows, and the others share the remaining rows in
@@ -90,7 +90,7 @@ def _at_most(most: int, rows: float, q: Vector) -> Vector:
 def systematic(
   expected: Vector, strata: Sequence[Stratum], rng: Any
 ) -> Int[np.ndarray, "B"]:
-  """Draws indices, each as often as expected on average, rounded up or down.
+  """Draws indices: each as often as `expected`, rounded up or down at random.
 
   `rng` is a `numpy.random.Generator`. Prompts are laid out on a line, each as
   long as its expected number, in random order within its stratum. A random

@@ -4,7 +4,7 @@ For a prompt x, completions Y_i have scores s_i = grad log pi(Y_i | x), with
 E[s_i] = 0, and rewards Z_i with mean V(x) and variance sigma^2(x). Write
 delta_i = Z_i - V(x), I(x) = E||s||^2 and g(x) = E[s Z], the prompt's policy
 gradient. An error is a mean squared distance to g(x). docs/theory.md derives it
-(arXiv 2603.01162 to O(1 / G^2)). `group_size` has the errors of a batch.
+exactly, arXiv 2603.01162 to O(1 / G^2). `group_size` has the errors of a batch.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ def moments(
   scores: Float[Array, "*X M d"],
   rewards: Real[Array, "*X M"],
 ) -> Moments:
-  """Computes exact moments of prompts X from all M completions of each.
+  """Computes the exact moments of each prompt x from all its M completions.
 
   Probabilities sum to 1, and the mean of the scores in R^d is 0.
   """

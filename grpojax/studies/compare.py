@@ -5,12 +5,12 @@
 
 An arm is a list of settings of `grpojax.train` separated by spaces, such as
 "advantage=score_weighted score_power=1". It gets the learning rate with the
-highest mean reward on separate tuning seeds. All arms use each seed's prompts
-and first samples, so each is compared with the first arm seed by seed: in the
-mean reward of fresh samples over training, and in the mean held-out accuracy
-after every `train.eval.every` steps. If arms differ in rewards, sampling
-distribution or choice of prompts, only the accuracy is compared. DIR, by
-default runs/compare, receives
+highest mean reward on separate tuning seeds. With the same seed all arms have
+the same prompts and first samples, so each arm is compared with the first arm,
+seed by seed, by the mean reward of fresh samples over training, and by the
+held-out accuracy, averaged over evaluations every `train.eval.every` steps. If
+arms differ in rewards, sampling distribution or choice of prompts, only the
+accuracy is compared. DIR, by default runs/compare, receives
 
     tuning.csv      a row per arm and learning rate
     curves.csv      a row per step of the compared runs
@@ -53,9 +53,9 @@ SETTINGS = study.settings(
       "advantage=length_weighted",
       "advantage=score_weighted",
     ),
-    "arms: settings separated by spaces, each compared with the first",
+    "arms: settings separated by spaces; the first arm is the baseline",
   ),
-  learning_rates=setting((1.25e-4, 3e-4, 7.5e-4), "rates to choose from"),
+  learning_rates=setting((1.25e-4, 3e-4, 7.5e-4), "rates tried for each arm"),
   tuning_seeds=setting(2, "tuning runs per arm and rate", within=ONE_OR_MORE),
   seeds=setting(5, "compared runs per arm", within="[2, inf)"),
   train=changed(
@@ -84,7 +84,7 @@ FREE = (
   "reward.timeout",
   "reward.on_device",
 )
-"""Exceptions to both: settings without influence on problems or rewards."""
+"""Exceptions to `ASKED` and `REWARDED`: settings that influence neither."""
 
 # Training metrics by column of curves.csv.
 METRICS = {"reward": "reward_mean", "accuracy": "accuracy"}
@@ -114,7 +114,7 @@ def _first_runs(config: ConfigDict) -> list[TrainSettings]:
 
 
 def config_errors(config: ConfigDict) -> list[str]:
-  """Lists errors in values that are within their ranges."""
+  """Lists errors that range checks miss: equal arms, incompatible settings."""
   wrong = []
   if len(config.arms) < 2 or len(set(config.arms)) < len(config.arms):
     wrong.append(f"arms = {config.arms!r}: give two or more, all different")
@@ -156,7 +156,7 @@ def _unreadable(config: ConfigDict) -> list[str]:
 
 
 def _budget(run: TrainSettings) -> tuple[tuple[int, int], set[float]]:
-  """Returns (completions, problems) and the shares of a run at evaluations."""
+  """Returns (completions, problems), and times of evaluations in [0, 1]."""
   samples = run.steps * batches.samples_per_step(run)
   evaluations = range(run.eval.every, run.steps, run.eval.every)
   return (samples, run.eval.num_prompts), {x / run.steps for x in evaluations}
@@ -213,7 +213,10 @@ def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
 
 
 def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
-  """Returns mean rewards by arm and learning rate; zeros for a single rate."""
+  """Trains each arm at each learning rate; returns the mean rewards.
+
+  With a single rate nothing is trained, and the result is 0.
+  """
   arms = range(len(config.arms))
   rates = config.learning_rates
   if len(rates) == 1:
@@ -253,7 +256,7 @@ def table(
 
 
 def draw(axes, config: ConfigDict, rows, tuned: Tuned, lines, name) -> None:
-  """Draws rewards by step and by learning rate (if several), and differences.
+  """Draws rewards by step, by learning rate if several, and the differences.
 
   `rows` are from curves.csv, `lines` from results.csv.
   """

@@ -1,4 +1,4 @@
-"""Estimates the errors of gradient estimators without bias.
+"""Unbiased estimates of the errors of gradient estimators.
 
 The estimates need the rewards of a pool of S completions of a prompt, and the
 Gram matrix K_ij = s_i.s_j of their scores, the gradients s = grad log pi(Y|x)
@@ -66,10 +66,10 @@ def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   """Returns a compiled function for projected scores of the layers' matrices.
 
   `(directions, *arguments of make_score) -> [n, V, d]`, with d outputs of all
-  matrices. Let S and T [in, out] be a matrix's gradients for two completions.
-  A vector a [in] of independent signs has E[a a^T] = 1, so a S . a T is an
-  unbiased estimate of S . T; there are V such vectors (`random_directions`).
-  a S is the gradient of B in an adapter W + A B with A = a, B = 0, so the
+  matrices. Let S and T [in, out] be a matrix's gradients for two completions. A
+  vector a [in] of independent signs has E[a a^T] = 1, so a S . a T is an
+  unbiased estimate of S . T; there are V such vectors (`random_directions`). a
+  S is the gradient with respect to B in W + A B at A = a, B = 0, so the
   gradient of a whole matrix is never formed. Embeddings and norms are left out.
   """
   logprob = _logprob_of(lm, sampling)
@@ -100,8 +100,8 @@ def score_gram(
 ) -> tuple[Float[np.ndarray, "*V S S"], int]:
   """Returns the scores' Gram matrix and the number of distinct completions.
 
-  The matrix is in float64; for projected scores each of V projections has its
-  own. `score` comes from `make_score`, or from `make_projected_score` with its
+  The matrix is in float64; projected scores have a matrix per projection.
+  `score` comes from `make_score`, or from `make_projected_score` with its
   directions bound. Each distinct completion is scored once and takes 4 d bytes.
   """
   # A row per distinct completion; -1 is padding, so a row determines its mask.
@@ -139,14 +139,14 @@ def score_moments(gram: Gram, rewards: Rewards) -> Moments:
   norms = np.diag(gram)
   first = z.sum()
   second = (z**2).sum()
-  # Over all samples but i: sum, mean, unbiased V^2 and unbiased sigma^2
+  # Over all samples except i: sum, mean, unbiased V^2 and unbiased sigma^2
   total = first - z
   mean = total / (n - 1)
   square = _square(total, second - z**2, n - 1)
   variance = (second - z**2) / (n - 1) - square
   # (Z_i - V)^2 is multiplied out, with V and V^2 from the other samples.
   oracle = np.mean(norms * (z**2 - 2 * z * mean + square))
-  # Over all samples but i and k: sum, unbiased V^2
+  # Over all samples except i and k: sum, unbiased V^2
   pair = z[:, None] + z
   total = first - pair
   square = _square(total, second - z[:, None] ** 2 - z**2, n - 2)
@@ -200,7 +200,7 @@ def score_lengths(gram: Gram, rewards: Rewards) -> ScoreLengths:
 def _errors(gram, rewards, group_size, blocks, baseline) -> np.ndarray:
   """Measures the errors [1 + b, 4] of four estimators; see `group_errors`.
 
-  Row 0 uses all blocks, the other rows leave out a block each. A "form" is a
+  Row 0 uses all blocks, each further row leaves out a block. A "form" is a
   weighted sum of a group's scores (vanilla, leave_one_out, centred, and the
   mean score for the oracle), a "truth" an estimate of g from a whole block.
   """
@@ -233,8 +233,8 @@ def _errors(gram, rewards, group_size, blocks, baseline) -> np.ndarray:
     n = len(chosen)
     part = squares[..., chosen]
     # The oracle's V is the mean reward of the other blocks, and its square is
-    # estimated without bias, too. The mean error is exactly that of the true V:
-    # errors of V multiply mean scores, whose mean is 0.
+    # estimated without bias, too. The expected error is exactly that with the
+    # true V, because errors of V multiply mean scores, whose expectation is 0.
     of_chosen = sums[:, chosen]
     total, second = of_chosen.sum(-1, keepdims=True) - of_chosen
     v = total / ((n - 1) * size)
@@ -264,14 +264,14 @@ def group_errors(
 ) -> tuple[Estimators, Estimators]:
   """Measures the mean squared errors of groups of completions.
 
-  Returns errors [group sizes], and without each block [b, group sizes].
+  Returns errors [group sizes], and errors without each block [b, group sizes].
 
   The pool is divided into b >= 3 blocks, each block into groups of G, so group
   sizes must divide S / b. A group's error is ||ghat||^2 - 2 ghat.g + ||g||^2.
   Estimates from the other blocks replace the unknown g and the oracle's V;
-  products of estimates from two blocks replace ||g||^2. So the mean is exactly
-  the mean squared error. The estimates of g subtract `baseline` from rewards;
-  they are unbiased if the pool does not affect it.
+  products of estimates from two blocks replace ||g||^2. So the expected result
+  is exactly the mean squared error. Estimates of g subtract `baseline` from
+  rewards; it must not depend on the pool.
   """
   rewards = rewards.astype(np.float64)
   errors = [_errors(gram, rewards, g, blocks, baseline) for g in group_sizes]
@@ -282,7 +282,7 @@ def group_errors(
 def without_blocks(
   estimate: Callable[..., Numbers], gram: Gram, rewards: Rewards, blocks: int
 ) -> Numbers:
-  """Repeats an estimate without each block of the pool."""
+  """Repeats an estimate once per block, each time without this block."""
   subsets = without_each(blocks, len(rewards))
   return stacked(estimate(gram[np.ix_(k, k)], rewards[k]) for k in subsets)
 
@@ -306,9 +306,9 @@ def mean_over_prompts(
 
   A prompt's variance is jackknifed (R. G. Miller, 1974), which for U-statistics
   is never biased downwards (B. Efron and C. Stein, 1981). Blocks and
-  projections err independently, so their variances add up; the sum has at least
-  the smaller number of degrees of freedom. The interval is Student's by Welch
-  and Satterthwaite.
+  projections err independently, so their variances add up; the interval is
+  Student's. By Welch and Satterthwaite its degrees of freedom are at least the
+  smaller of both numbers.
   """
   degrees = [without.shape[-1] - 1 for without in replicates]
   each = zip(replicates, degrees, strict=True)

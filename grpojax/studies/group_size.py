@@ -6,8 +6,8 @@
 
 At each budget of N = B G samples per step it trains with every group size and
 with group_size = "auto", on several seeds. Predictions G* = 1 + sqrt(c3 / c1)
-come from a diagnosis of the initial policy and from those of automatic runs.
-DIR, by default runs/group_size, receives
+come from diagnoses of the initial policy and in automatic runs. DIR, by default
+runs/group_size, receives
 
     prediction.json   the first diagnosis
     curves.csv        a row per training step and run
@@ -124,7 +124,7 @@ def _points(config: ConfigDict):
 
 
 def config_errors(config: ConfigDict) -> list[str | tuple[str, str]]:
-  """Lists errors in values that are within their ranges."""
+  """Lists errors that range checks miss, such as incompatible settings."""
   wrong = study.size_errors(config, "budgets", "group_sizes")
   p = config.predict
   if p.prompts % p.batch:
@@ -181,7 +181,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
       sampled = sampler(policy.params, jax.device_put(batch), examples, key)
       scored = policy, reward_pool, examples, sampled
       rewards.append(scoring.compute_rewards(*scored)[1].rewards)
-      # Equal directions for all prompts: their projections are multiplied.
+      # All prompts need the same directions: their projections are multiplied.
       projected = project(policy.params, sampled.rollout, tangents_key)
       projections.append(np.asarray(projected))
       print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
@@ -198,8 +198,8 @@ def table(config: ConfigDict, rows: study.Rows) -> list[dict[str, Any]]:
   """Returns means over training, averaged over seeds with 95% intervals.
 
   The reward of fresh samples for new prompts at every step estimates the
-  objective itself. Group sizes share a seed's first samples, so intervals are
-  of differences from the mean of the fixed sizes with the same seed.
+  objective itself. Runs of the same seed share first samples, so intervals are
+  of differences from the mean of the fixed sizes with this seed.
   """
   sizes = _sizes(config)
   table_rows = []
@@ -255,7 +255,7 @@ def _along(rows, budget: int):
 
 
 def draw(grid, config: ConfigDict, rows, lines, prediction) -> None:
-  """Draws accuracy against steps, mean reward against G, G along the runs."""
+  """Draws accuracy by step, mean reward by G, and the automatic G by step."""
   for axes, budget in zip(grid, config.budgets, strict=True):
     _draw_curves(axes[0], config, study.select(rows, budget=budget))
     _draw_sizes(axes[1], study.select(lines, budget=budget), prediction)

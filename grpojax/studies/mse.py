@@ -79,7 +79,7 @@ SETTINGS = run.settings(
 
 
 def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
-  """Yields errors in values that are within their ranges."""
+  """Yields errors that range checks miss, such as incompatible settings."""
   if wrong := run.size_errors(config, "group_sizes"):
     yield from wrong
     return
@@ -111,7 +111,7 @@ def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
   keys = [jax.random.fold_in(key, i) for i in (0, 1)]
   sampled = samples.sample(bench, index, keys)
   rewards = sampled.rewards
-  # The first pool is measured, the second gives theory its moments.
+  # The first pool is measured, the second gives the formulas' moments.
   blocks = config.samples // max(config.group_sizes)
   first = slice(config.samples)
   second = slice(config.samples, None)
@@ -196,7 +196,7 @@ def _stacks(rows: run.Rows, field: str) -> list[dict[str, np.ndarray]]:
 def table(rows: run.Rows, group_sizes: Sequence[int]) -> list[dict[str, Any]]:
   """Returns the rows of results.csv, by configuration, group size, estimator.
 
-  They have the measured error and theory (means over prompts, 95% intervals),
+  A row has the measured error and theory (means over prompts, 95% intervals),
   the difference in standard errors, and the ratio to the oracle.
   """
   lines = []

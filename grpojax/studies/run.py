@@ -1,9 +1,9 @@
 """Shared code of the studies: command line, directory, training runs, files.
 
 A study's directory, by default runs/NAME, holds config.json, partial results,
-and finally tables (CSV), summary.json and NAME.png. The same command resumes;
-a different config is refused. Its directory runs/R has the training run R, and
-logs/R.txt the run's output.
+and finally tables (CSV), summary.json and NAME.png. The same command resumes; a
+different config is refused. In it, runs/R is the directory of training run R,
+and logs/R.txt its output.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ QUICK = {
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 ConfigErrors = Callable[[ConfigDict], Iterable[str | tuple[str, str]]]
-"""Lists errors in values within their ranges: texts, or (setting, remedy)."""
+"""Lists errors that range checks miss: texts, or (setting, remedy)."""
 
 
 class Results(NamedTuple):
   """Results of a study: its files, and lines to print."""
 
-  tables: Mapping[str, Rows]  # rows of NAME.csv, without lists
+  tables: Mapping[str, Rows]  # rows of NAME.csv; lists are left out
   lines: Sequence[str]
   draw: Callable[[np.ndarray], None]  # into axes [rows, columns]
   panels: tuple[int, int]  # rows and columns of the picture
@@ -153,7 +153,7 @@ def _open(directory: pathlib.Path, config: ConfigDict) -> None:
       )
   elif directory.exists() and any(directory.iterdir()):
     raise ValueError(
-      f"{directory} is not empty and not a study's: give a new --run_dir"
+      f"{directory} is not empty and holds no study: give a new --run_dir"
     )
   else:
     directory.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
 
 
 def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
-  """Reads a row per step, with accuracy if any; exits if a step is missing."""
+  """Reads a run's metrics and accuracy by step; exits if a step is missing."""
   run = directory / "runs" / name
   steps = json.loads((run / run_directory.SUMMARY).read_text())["steps"]
   path = run / run_directory.METRICS

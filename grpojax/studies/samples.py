@@ -44,9 +44,9 @@ class Problems(NamedTuple):
 def questions(_, split: str) -> list[Example]:
   """Returns fixed examples {"prompt": "What is 3 + 4?", "answer": "7"}.
 
-  Sums, differences, products and quotients of two small numbers and sums of
-  three take turns: 65 in "test", 70 in "train". Harder questions have no
-  gradient: a model of 100 million parameters always gets them wrong.
+  Five kinds alternate: sums, differences, products and quotients of two small
+  numbers, and sums of three. There are 65 in "test", 70 in "train". On harder
+  questions a model of 100 million parameters is always wrong.
   """
   pairs = list(itertools.product(range(2, 10), repeat=2))
   triples = itertools.product(range(1, 4), repeat=3)
@@ -143,7 +143,7 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
 
 
 class Sampled(NamedTuple):
-  """Rewards and scores of a prompt's completions, one pool after the other."""
+  """Rewards and scores of a prompt's completions; pools follow each other."""
 
   rewards: np.ndarray  # [S]
   gram: np.ndarray  # [S, S], inner products of their scores

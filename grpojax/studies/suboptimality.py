@@ -66,7 +66,7 @@ SETTINGS = run.settings(
 
 
 def config_errors(config: ConfigDict) -> list[tuple[str, str]]:
-  """Lists errors in values that are within their ranges."""
+  """Lists errors that range checks miss, such as incompatible settings."""
   wrong = []
   for name, least in {"steps": 1, "group_sizes": 2}.items():
     values = config[name]
@@ -97,7 +97,7 @@ def limit_covariance(curvature: Matrix, noise: Matrix, eta: float) -> Matrix:
 def chi_square_weights(curvature: Matrix, covariance: Matrix) -> Vector:
   """Returns half the eigenvalues of H^1/2 S H^1/2, in units of J.
 
-  They weight the chi-squares; their sum is the mean of the limit distribution.
+  These are the weights of chi2_1 in the limit; its mean is their sum.
   """
   h, basis = np.linalg.eigh(curvature)
   root = basis * np.sqrt(h)  # root root^T = H
@@ -143,13 +143,13 @@ def linear_gap(
 def distances(
   a: Float[np.ndarray, "m"], b: Float[np.ndarray, "n"]
 ) -> tuple[float, float]:
-  """Returns max |F_a - F_b| (Kolmogorov-Smirnov) and its integral (W1)."""
+  """Returns maximum (Kolmogorov-Smirnov) and integral (W1) of |F_a - F_b|."""
   furthest = scipy.stats.ks_2samp(a, b, method="asymp").statistic
   return float(furthest), float(scipy.stats.wasserstein_distance(a, b))
 
 
 def null_bands(quantiles: Quantiles, size: int) -> tuple[float, float]:
-  """Returns 95% quantiles of `distances` of `size` draws from the limit."""
+  """Returns 95% quantiles of the `distances` from `size` draws to the limit."""
   rng = np.random.default_rng(1)
   samples = rng.choice(quantiles, size=(200, size))
   apart = [distances(sample, quantiles) for sample in samples]
@@ -163,7 +163,7 @@ class Bandit(NamedTuple):
   problem: tabular.Problem
   optimum: Vector  # theta*
   curvature: Matrix  # H = -grad^2 J(theta*)
-  eta: float  # 1 / smallest curvature; a gap of order 1/n needs over half of it
+  eta: float  # 1 / smallest curvature; above half of it gaps fall as 1/n
   best: float  # J*
 
 
@@ -255,7 +255,7 @@ def outcome(
 
 
 def best_group_size(known: Bandit) -> float:
-  """Returns the group size with the smallest limit mean, at any N.
+  """Returns the group size whose limit has the smallest mean, at any N.
 
   The mean is linear in the noise, so it has the form a1 G + a2 + a3 / (G - 1)
   of Proposition 3, with its minimum at 1 + sqrt(a3 / a1).
@@ -343,7 +343,7 @@ def draw(axes: np.ndarray, steps: tuple[int, ...], outcomes: Outcomes) -> None:
 
 
 def _draw_tail(axis, result: Outcome, colour: str, name: str) -> None:
-  """Draws the share of runs above each gap: theory: line, runs: points."""
+  """Draws the share of runs above each gap, with theory as a line."""
   gaps = np.sort(result.gaps[-1])
   above_limit, above = (
     1 - (np.arange(len(x)) + 0.5) / len(x) for x in (result.limit, gaps)

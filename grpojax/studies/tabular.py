@@ -6,9 +6,10 @@ exp(phi(x, y) . theta) over V one-token completions. The objective is
   J(theta) = E_x E_{y ~ pi_theta(. | x)}[Z],
   Z = r(x, y) - beta log(pi_theta(y | x) / pi_ref(y | x)),
 
-where x and the reference policy (theta = 0) are uniform. The penalty keeps
-every probability positive at the optimum, and Z still varies there, because
-there are fewer parameters than logits. Numpy functions compute in float64.
+where x is uniform, and so is the reference policy (theta = 0). The penalty
+keeps every probability positive at the optimum, and Z still varies there,
+because there are fewer parameters than logits. Numpy functions compute in
+float64.
 """
 
 import functools
@@ -45,7 +46,7 @@ def make_problem(
 ) -> Problem:
   """Draws normal features, and rewards 1 or 0 by the sign of normal numbers.
 
-  Each is a term common to all prompts plus `spread` times a prompt's own term.
+  A number is a term shared by all prompts plus `spread` times a prompt's own.
   """
   rng = np.random.default_rng(seed)
 
@@ -98,7 +99,7 @@ def derivatives(problem: Problem, theta: Vector) -> tuple[Vector, Matrix]:
 def optimum(problem: Problem) -> Vector:
   """Finds theta*, the maximum of J, from theta = 0 and 19 normal starts.
 
-  ValueError if they lead to different maxima, or J is flat at the best.
+  ValueError if they lead to different maxima, or J is flat at the maximum.
   """
   dims = problem.features.shape[-1]
   first = np.random.default_rng(0).normal(scale=2.0, size=(20, dims))
@@ -126,9 +127,9 @@ def gradient_noise(
 ) -> u_statistics.Estimators:
   """Returns the covariance [d, d] of a step's gradient, for each estimator.
 
-  A step has B = num_samples / group_size prompts, drawn with replacement:
-  (Cov_x g(x) + E_x Cov(estimator | x)) / B (arXiv 2603.01162, Proposition 3,
-  with the exact remainder).
+  It is (Cov_x g(x) + E_x Cov(estimator | x)) / B for B = num_samples /
+  group_size prompts, drawn with replacement (arXiv 2603.01162, Proposition 3,
+  whose remainder is exact here).
   """
   p, s, z = map(jnp.asarray, population(problem, theta))
   gradients = np.asarray(u_statistics.policy_gradient(p, s, z), float)
@@ -186,8 +187,8 @@ def make_step(
 ) -> Callable:
   """Returns a GRPO step on the bandit, `step(state, prompts, ref_params)`.
 
-  `estimator` names an advantage, "vanilla" or "leave_one_out", or is "oracle":
-  vanilla after subtracting V(x) from the rewards.
+  `estimator` is the advantage "vanilla" or "leave_one_out", or "oracle", which
+  is vanilla after subtracting V(x) from the rewards.
   """
   lm = policy(problem)
   table = jnp.asarray(problem.rewards, jnp.float32)

@@ -71,7 +71,7 @@ def parse_job(
   declared: Section,
   about: str = "",
 ) -> tuple[ConfigDict, ConfigDict]:
-  """Reads the command line of a program, like `command_line.parse`.
+  """Parses a program's command line; returns its config and its flags' values.
 
   The default config is arithmetic.py for bundled models and own_model.py for
   other models, with the learning rate `LORA_RATE` for adapters.
@@ -87,7 +87,7 @@ def parse_job(
 
 
 def from_config(config: ConfigDict) -> TrainSettings:
-  """Returns a config's settings; ValueError with every error and its remedy."""
+  """Returns a config's settings; a ValueError lists all errors and remedies."""
   configs.refuse(settings_lib.key_errors(SETTINGS, config))
   tree = config.to_dict()
   errors = []
@@ -106,7 +106,7 @@ def from_config(config: ConfigDict) -> TrainSettings:
 
 
 def to_config(settings: TrainSettings) -> ConfigDict:
-  """Inverts `from_config`."""
+  """Returns the config of these settings, the inverse of `from_config`."""
   values = settings_lib.values_of(settings)
   for name, (section, key) in _TOP_FIELDS.items():
     values[name] = values[section].pop(key)

@@ -2,7 +2,7 @@
 
 Training changes `params`: all weights or, with LoRA, adapters of `frozen`
 weights. Frozen weights are an argument of every compiled program, never a
-constant. With LoRA the reference has no adapters, `params = {}`.
+constant. With LoRA the reference is the model without adapters, `params = {}`.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Policy(NamedTuple):
   """A model with its tokenizer."""
 
   directory: pathlib.Path  # source of the model
-  lm: LM  # functions of the whole model's parameters
+  lm: LM  # functions that take the whole model's parameters
   tokenizer: Any  # a transformers tokenizer
   eos_ids: tuple[int, ...]  # ids that end a completion
   pad_id: int  # token id of padding
@@ -43,14 +43,14 @@ class Policy(NamedTuple):
   lora_scale: float = 0.0  # scale of the adapters
   shape: TransformerConfig | None = None  # sizes and options of the model
   vmappable: bool = True  # True if `jax.vmap` accepts the model's functions
-  teacher: "Policy | None" = None  # reference, if another model
+  teacher: "Policy | None" = None  # reference if it is a different model
   name: hub.Name | None = None  # name and commit on the Hub
-  ignore_keys: tuple[str, ...] = ()  # for `hf.read_config`
+  ignore_keys: tuple[str, ...] = ()  # in config.json
   stop: StopTable | None = None  # stop strings
 
   @property
   def ends(self) -> Ends:
-    """EOS ids and stop strings of completions and turns."""
+    """EOS ids and stop strings, which end completions and turns."""
     return Ends(self.eos_ids, self.stop)
 
 
@@ -59,9 +59,9 @@ def find_model(
 ) -> pathlib.Path:
   """Returns the directory of a model, downloaded if necessary.
 
-  `path` is a model directory, a finished run, a .gguf file, a bundled model's
-  name or, if no such path exists, ORG/NAME or ORG/NAME@REVISION on the Hugging
-  Face Hub, whose `files` are downloaded. ValueError if there is no model.
+  `path` is a model directory, a finished run, a .gguf file or a bundled model's
+  name. A path that does not exist names ORG/NAME or ORG/NAME@REVISION on the
+  Hugging Face Hub (only `files` are downloaded). ValueError without a model.
   """
   name = hub.parse(path)
   on_hub = name is not None and not hf.exists(path)
@@ -137,7 +137,7 @@ def check_positions(
 ) -> None:
   """Raises ValueError if texts may exceed a model's maximum position.
 
-  Scaled RoPE gets a warning, as its limit may be the length before scaling.
+  Scaled RoPE only causes a warning: its limit may be the one before scaling.
   """
   hf_config = hf.read_config(directory, ignore_keys)
   limit = hf_config.get("max_position_embeddings") or math.inf
@@ -161,7 +161,7 @@ def with_weights(
   """Loads the weights as trainable parameters.
 
   `shardings` maps abstract parameters to shardings; None uses one device.
-  ValueError if the weights do not fit or the download fails.
+  ValueError if the weights do not match the model or the download fails.
   """
   directory = policy.directory
   if policy.name:
@@ -194,10 +194,10 @@ def with_adapters(
 def jit(
   policy: Policy, function: Callable[..., Any], **options: Any
 ) -> Callable[..., Any]:
-  """Compiles a pure `function(lm, *args)` to `(*args) -> function(lm, *args)`.
+  """Compiles a pure `function(lm, *args)`; the result is called with `args`.
 
-  The parameters of `lm` are the trained ones; each call passes the frozen ones.
-  `options` are for `jax.jit`, where argument 0 is the model.
+  `lm` takes the trained parameters; each call also passes the frozen ones.
+  `options` are for `jax.jit`; argument 0 is the model, so `args` count from 1.
   """
 
   def call(frozen, *args, **kwargs):
@@ -214,15 +214,12 @@ def jit(
 def lower(
   program: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> jax.stages.Lowered:
-  """Lowers a program of `jit`; the arguments may be shapes."""
+  """Lowers a program of `jit` for arguments, which may be shapes."""
   return program.func.lower(*program.args, *args, **kwargs)
 
 
 def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
-  """Waits for arrays; calls `check_signals` at once, then 20 times a second.
-
-  `check_signals` may raise.
-  """
+  """Waits for arrays; calls `check_signals` at least 20 times a second."""
   began = time.monotonic()
   for array in jax.tree.leaves(arrays):
     check_signals()

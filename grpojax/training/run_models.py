@@ -49,9 +49,9 @@ def load(
 ) -> tuple[policies.Policy, Params]:
   """Loads a policy and its parameters from a model or a run.
 
-  `name` is a model of `policies.find_model`, or a run with checkpoints. A run's
-  newest checkpoint is loaded, or with `best` the most accurate one; `model` is
-  ignored for a run. ValueError for missing or damaged files.
+  `name` is a model for `policies.find_model`, or a run with checkpoints. The
+  newest checkpoint of a run is loaded, or with `best` the most accurate; its
+  settings replace `model`. ValueError for missing or damaged files.
   """
   path = run_storage.local(name)
   if not run_directory.is_run(path):
@@ -96,8 +96,8 @@ def load_params(
   """Returns step and trained parameters (or adapters) of a checkpoint.
 
   Loads the checkpoint of `step`, the `best_step` (if `best`) or the newest one,
-  to the first device by default. If a live run deletes it meanwhile, it is
-  chosen again. ValueError for a missing or damaged checkpoint.
+  to the first device by default. If a live run deletes it meanwhile, the
+  choice is repeated. ValueError for a missing or damaged checkpoint.
   """
   saved = run_storage.checkpoints(run)
   for attempt in itertools.count(1):

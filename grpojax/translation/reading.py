@@ -25,7 +25,7 @@ def read(
   parsed: Mapping[str, Any] = {},
   code: pathlib.Path | None = None,
 ) -> Source:
-  """Reads a file by its suffix; `parsed` and `code` are as in `script.read`.
+  """Reads a YAML, JSON or Python file; `script.read` explains the arguments.
 
   ValueError, with a single line, if it is not a configuration.
   """
@@ -81,7 +81,7 @@ def _number_or_text(value: Any) -> Any:
 def _flatten(tree: Any) -> dict[str, Any]:
   """Returns {"a.b": 1} for {"a": {"b": 1}}; ValueError for too many keys.
 
-  The limit counts visits, because aliases of YAML can expand exponentially.
+  Counts repeated visits too, because YAML's aliases can grow exponentially.
   """
   if not isinstance(tree, Mapping):
     raise ValueError(f"must have keys and values, not {type(tree).__name__}")

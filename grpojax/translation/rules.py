@@ -1,4 +1,4 @@
-"""Translates another library's settings by a table with a row for each.
+"""Translates another library's settings by a table with a row per setting.
 
 Most rows name the grpojax setting that takes the value. A function translates
 settings that depend on each other. `trl` and `verl` have the tables; their
@@ -38,7 +38,7 @@ Items = Iterator[Setting | Note]
 
 
 class Translation(NamedTuple):
-  """Translated configuration; the last setting of a name counts."""
+  """Translated configuration; the last value of a repeated setting counts."""
 
   library: str
   settings: tuple[Setting, ...]
@@ -68,23 +68,23 @@ class Row(NamedTuple):
 
 
 class Sizes(NamedTuple):
-  """Batch sizes in grpojax; a step here is one generation of samples there."""
+  """Batch sizes in grpojax; a step is one generation of the other library."""
 
   group_size: int
   prompts: int  # per step
-  splits: int  # number of updates per generation there
+  splits: int  # their number of updates per generation
   minibatches: int  # our updates per generation, which keep groups whole
   updates: int  # optimizer updates per step, over all epochs
   steps: int | None  # of the run; None if it depends on the data
 
 
 class Library(NamedTuple):
-  """Another library."""
+  """Another library: its settings, and how to translate them."""
 
   name: str  # with version
   page: str  # page of docs/ on the translation
-  table: Mapping[str, Row]  # by their names
-  always: Sequence[Setting | Note]  # added for every file
+  table: Mapping[str, Row]  # by name of their setting
+  always: Sequence[Setting | Note]  # added to every translation
   unneeded: str  # pattern of names without effect on training
   older: Mapping[str, str]  # prefixes of current names, by outdated prefix
   sizes: "Callable[[Origin], Sizes]"  # ValueError for sizes it refuses
@@ -146,7 +146,7 @@ class Origin(NamedTuple):
 
 
 def translate(origin: Origin) -> Translation:
-  """Translates settings; ValueError for values that their library refuses."""
+  """Translates settings; ValueError for values the other library refuses."""
   library = origin.library
   origin = origin._replace(values=_checked(library, origin.values))
   items = [*library.always]
@@ -178,11 +178,11 @@ def translate(origin: Origin) -> Translation:
 
 
 def _intended(library: Library, name: str) -> str:
-  """Returns the table's name of which `name` is a misspelling, or ""."""
+  """Returns the name in the table that `name` probably misspells, or ""."""
   for near in difflib.get_close_matches(name, library.table, 1, 0.9):
     section, _, last = name.rpartition(".")
     other, _, near_last = near.rpartition(".")
-    # Long sections make different names alike: rollout.name and rollout.n.
+    # A long section makes names similar: rollout.name and rollout.n.
     alike = difflib.SequenceMatcher(None, last, near_last).ratio() > 0.8
     if (section == other and alike) or not re.match(library.unneeded, name):
       return near
@@ -203,7 +203,7 @@ def _unread(origin: Origin, name: str, settings: list[Setting]) -> Note:
 
 
 def _apply(row: Row, origin: Origin, name: str) -> Items:
-  """Yields the settings and notes of a row."""
+  """Yields the settings and notes into which a row is translated."""
   value = origin[name]
   for text, missing in ((row.note, False), (row.missing, True)):
     if isinstance(text, str):
@@ -229,7 +229,7 @@ def _apply(row: Row, origin: Origin, name: str) -> Items:
 
 
 def _checked(library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns values by current names, without nulls that mean the default.
+  """Renames outdated settings, and drops nulls that mean the default.
 
   ValueError if a numeric setting is not a finite number.
   """
@@ -279,7 +279,7 @@ max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
 
 
 def micro_batches(at_least: int, origin: Origin) -> int:
-  """Returns the number of micro-batches of an update, which changes no result.
+  """Returns an update's number of micro-batches; results do not depend on it.
 
   It is `at_least` or more, but lower if micro-batches would have fewer than
   `PART` completions, which is slow. ValueError for more than MAX_COMPLETIONS.
@@ -299,7 +299,7 @@ def micro_batches(at_least: int, origin: Origin) -> int:
 
 
 def steps(origin: Origin, name: str, epochs: str, limited: bool) -> Items:
-  """Translates the number of steps: `name` if `limited`, else `epochs`."""
+  """Translates the number of steps: from `name` if `limited`, else `epochs`."""
   count = origin.sizes.steps
   yield origin.setting("steps", count or 100, name if limited else epochs)
   if count is None:
@@ -343,7 +343,7 @@ def model(origin: Origin, name: str) -> Items:
   """Translates the directory or name of the model."""
   if origin[name]:
     yield origin.setting("model.path", str(origin[name]), name)
-  else:  # an invalid name, so that the default model is not trained instead
+  else:  # an invalid name, so the default model is not trained
     yield Setting("model.path", "give --config.model.path=MODEL")
     yield Note(name, "not in the file", missing=True, flag="model.path=MODEL")
 

@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 
 class _Script(NamedTuple):
-  """Syntax tree of a script, and its names."""
+  """Syntax tree of a script, and the values of its names."""
 
   tree: ast.Module
   calls: list[ast.Call]
@@ -75,7 +75,7 @@ class _Script(NamedTuple):
     return ast.literal_eval(node)
 
   def only(self, node: ast.AST) -> ast.AST:
-    """Returns a name's only value; other expressions as they are."""
+    """Replaces a name that has a single value by this value."""
     values = self.assigned.get(getattr(node, "id", ""), ())
     return values[0] if len({*map(ast.dump, values)}) == 1 else node
 
@@ -100,7 +100,7 @@ class _Script(NamedTuple):
     """Returns the load_dataset call of a data set, and its ["split"] if any."""
     split = None
     for _ in range(100):
-      # Each pattern goes one name, index or call towards load_dataset.
+      # Each case follows one name, index or call back towards load_dataset.
       match node:
         case ast.Name(id=name) if name in self.assigned:
           node = self.assigned[name][0]
@@ -185,7 +185,7 @@ def read(
   moved = [x.split(":")[-1] for x in functions if x.startswith(f"{code}:")]
   module, undefined = module_of(text, moved) if code and moved else ("", [])
   if undefined:
-    advice = f"used in {code}, but no top-level name of the script: define it"
+    advice = f"used in {code}, but undefined at the script's top level: add it"
     notes.append((", ".join(undefined), advice))
   for name in ("train_dataset", "eval_dataset"):
     unread.pop(name, None)
@@ -204,7 +204,7 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
           ast.Attribute(ast.Name(name), "append" | "extend" | "update")
         )
       ):
-        # A change in place counts as a second value, so `only` finds none.
+        # A change in place counts as a second value, so `only` keeps the name.
         script.assigned[name].append(node)
       case ast.Call():
         script.calls.append(node)
@@ -285,7 +285,7 @@ def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
 def _data(script: _Script) -> tuple[dict[str, Any], list[tuple[str, str]]]:
   """Returns the data sets' settings, named as in TRL's scripts, and notes.
 
-  The notes are on settings and changes that must be made by hand.
+  The notes list settings and changes to make by hand.
   """
   keywords = dict(_keywords(script))
   train, split = script.loaded(keywords.get("train_dataset"))
@@ -353,7 +353,7 @@ def _arguments(
 
 
 def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
-  """Returns a module that defines `names`, and its undefined names.
+  """Returns a module that defines `names`, and all names left undefined.
 
   It copies the script's statements that define these names, or define or change
   values they use, except `if __name__ == "__main__"`. The script is never run:
@@ -424,7 +424,7 @@ def _changed(statement: ast.stmt) -> set[str]:
 
 
 def _used(table: symtable.SymbolTable) -> set[str]:
-  """Returns the module-level names that a statement uses."""
+  """Returns the module-level names in a statement."""
   symbols = [x for x in table.get_symbols() if x.is_referenced()]
   if table.get_type() != "module":
     symbols = [x for x in symbols if x.is_global()]

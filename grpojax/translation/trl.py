@@ -14,7 +14,7 @@ from grpojax.translation.rules import Items, Note, Origin, Row, Setting
 
 
 def _sizes(origin: Origin) -> rules.Sizes:
-  """Computes sizes as TRL does; ValueError for sizes it refuses."""
+  """Computes batch sizes like TRL; ValueError for sizes TRL refuses."""
   group_size = origin["num_generations"]
   micro_batch = origin["per_device_train_batch_size"] * origin.processes
   per_update = micro_batch * origin["gradient_accumulation_steps"]
@@ -70,7 +70,7 @@ def _steps(origin: Origin, name: str) -> Items:
 
 
 def _every(value: Any, origin: Origin) -> int | None:
-  """Converts a number or share of updates to steps."""
+  """Converts an interval, a number or share of updates, to steps."""
   sizes = origin.sizes
   if value is None:
     return None
@@ -85,7 +85,7 @@ def _rewards(origin: Origin, name: str) -> Items:
   names = [names] if isinstance(names, str) else list(names or ())
   environment = origin["environment_factory"]
   flag = "reward.functions=FILE.py:FUNCTION"
-  if name in origin.unread:  # so that the default reward is not used instead
+  if name in origin.unread:  # else the default reward would be used
     names = ["FILE.py:FUNCTION"]
     yield Note(name, "set your functions", missing=True, flag=flag)
   elif not (names or environment):
@@ -100,7 +100,7 @@ def _rewards(origin: Origin, name: str) -> Items:
     if "/" in function and ":" not in function:  # a model on the Hub
       yield Setting("reward.model", function, name)
       yield Setting("reward.model_weight", float(weight))
-      yield Note(name, f"{function!r}: use the path of at most one directory")
+      yield Note(name, f"{function!r}: set the directory of a single model")
       continue
     module, _, local = function.rpartition(".")
     if ":" not in function:
@@ -147,7 +147,7 @@ def _data(origin: Origin, name: str) -> Items:
 
 
 def _alpha(value: int | float, origin: Origin) -> float:
-  """Returns alpha, times sqrt(rank) for rank-stabilised adapters."""
+  """Returns LoRA's alpha, times sqrt(rank) for rank-stabilised adapters."""
   scale = math.sqrt(origin["lora_r"]) if origin["use_rslora"] else 1.0
   return float(value * scale)
 
@@ -209,8 +209,8 @@ def _advantage(origin: Origin, name: str) -> Items:
     return
   yield origin.setting("advantage", advantages[scale], name)
   if scale == "batch":
-    text = "divides by the deviation of rewards minus their group's mean, in"
-    text += " TRL by the deviation of rewards, which is larger"
+    text = "divides by the standard deviation of rewards minus their group's"
+    text += " mean; TRL divides by the larger standard deviation of all rewards"
     yield Note(name, text)
 
 
@@ -238,7 +238,7 @@ _STOP = ("generation_kwargs.stop", "generation_kwargs.stop_strings")
 
 
 def _generation_kwargs(origin: Origin, name: str) -> Items:
-  """Yields a note on options of the sampler without a counterpart."""
+  """Yields a note on sampler options without a counterpart in grpojax."""
   below = {x for x in origin.values if x.startswith(f"{name}.")}
   if origin[name] or below - {*_STOP}:
     text = "only stop and stop_strings are known; see sampling.*"
@@ -400,12 +400,12 @@ ALWAYS = (
   *rules.ALWAYS,
   Note(
     "per_device_train_batch_size",
-    "batch_size is prompts on all devices; a step is a whole generation",
+    "batch_size counts prompts on all devices; a step is a generation",
   ),
-  Note("reward_funcs", "evaluations count right answers by the first function"),
+  Note("reward_funcs", "in evaluations the first function judges answers"),
   Note(
     "scale_rewards",
-    f"1e-6 is added to a deviation here, 1e-4 in TRL; {rules.OWN_ADVANTAGE}",
+    f"adds 1e-6 to a standard deviation, TRL 1e-4; {rules.OWN_ADVANTAGE}",
   ),
 )
 

@@ -31,7 +31,7 @@ OLDER = {
 
 
 def _sizes(origin: Origin) -> rules.Sizes:
-  """Computes sizes as verl does; ValueError for sizes it refuses."""
+  """Computes batch sizes like verl; ValueError for sizes verl refuses."""
   prompts = origin["data.train_batch_size"]
   name = f"{ACTOR}.ppo_mini_batch_size"
   size = origin[name]
@@ -90,7 +90,7 @@ def _minibatches(origin: Origin, name: str) -> Items:
 
 
 def _micro_batches(value: int | None, origin: Origin) -> int:
-  """Converts the size of micro-batches to their number, 4 if unset."""
+  """Converts the micro-batches' size to their number, or 4 if it is unset."""
   if not value:
     return rules.micro_batches(4, origin)
   sizes = origin.sizes
@@ -113,8 +113,8 @@ def _warmup(origin: Origin, name: str) -> Items:
   updates = sizes.updates
   yield origin.setting("optim.warmup_steps", int(count) * updates, name)
   if int(count):
-    text = f"the rate rises with each of a step's {updates} updates, in verl"
-    yield Note(name, f"{text} once per step, from 0")
+    text = f"the rate rises at each of a step's {updates} updates; in verl it"
+    yield Note(name, f"{text} rises once per step, from 0")
 
 
 def _betas(origin: Origin, name: str) -> Items:
@@ -249,7 +249,7 @@ def _bounds(origin: Origin, name: str) -> tuple[float | None, float]:
 def _correct(
   origin: Origin, name: str, kind: str, low: float, high: float
 ) -> Items:
-  """Yields the settings of a correction, translated from setting `name`."""
+  """Yields the settings of an importance correction, set by verl's `name`."""
   limit = f"{name}_threshold"
   yield origin.setting("loss.correction", kind, name)
   yield origin.setting("loss.correction_low", low, limit)
@@ -258,7 +258,7 @@ def _correct(
 
 
 def _correction(origin: Origin, name: str) -> Items:
-  """Translates the correction for sampling with another policy."""
+  """Translates the importance weights of sampled completions."""
   level = origin[name]
   if level in ("token", "sequence"):
     low, high = _bounds(origin, f"{name}_threshold")
@@ -267,7 +267,7 @@ def _correction(origin: Origin, name: str) -> Items:
 
 
 def _rejection(origin: Origin, name: str) -> Items:
-  """Translates the rejection of completions by their mean ratio."""
+  """Translates the rejection of completions by their mean importance ratio."""
   kind = origin[name]
   limit = f"{name}_threshold"
   if not kind:
@@ -309,7 +309,7 @@ _ROWS = {  # names without a leading "actor_rollout_ref."
   "model.lora_alpha": Row(16, "lora.alpha", when=[f"{MODEL}.lora_rank"]),
   "model.target_modules": Row("all-linear", rules.lora_targets),
   "model.enable_gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
-  "ref.fsdp_config.param_offload": Row(  # the full KL needs it on the device
+  "ref.fsdp_config.param_offload": Row(  # the full KL needs a device reference
     False,
     "model.reference",
     lambda x, t: "host" if x and t[KL_TYPE] != "full" else None,

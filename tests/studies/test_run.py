@@ -92,7 +92,7 @@ def open_at(directory, *words):
     ("file/x", "file/x: Not a directory"),
     ("x" * 300, "name too long"),
     ("odd", "odd/config.json is not a study's config: .*Is a directory"),
-    ("thesis", "is not empty and not a study's"),
+    ("thesis", "is not empty and holds no study"),
     ("study", "another config(.|\n)*seeds: 3 -> 4"),
     ("gs://bucket/study", "is not a path of the file"),
   ],

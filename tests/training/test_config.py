@@ -195,7 +195,7 @@ def test_invalid_values_are_reported_before_conflicts():
   words = f"optim.b2=1 loss.kl=k33 advantage=oracle {conflicts}"
   assert errors_of(config_of(words)) == [
     "  --config.loss.kl = 'k33': did you mean k3? use one of exact, "
-    "k1, k2, k3 (estimator of the KL divergence from the reference; exact sums "
+    "k1, k2, k3 (estimator of the KL divergence from the reference; exact: sum "
     "over the vocabulary)",
     "  --config.advantage = 'oracle': needs the true value of each prompt, "
     "which training does not know: use one of "

@@ -316,7 +316,7 @@ REFUSED = [
   ({T + "tokens": ["a"] * 99}, "has a token twice"),
   ({T + "token_type": [6] * VOCABULARY}, "the unknown type 6"),
   ({T + "merges": ["zz \u65e5"]}, "does not fit together"),
-  ({T + "merges": ["sum sum"]}, "a merge does not make a token"),
+  ({T + "merges": ["sum sum"]}, "a merge yields no known token"),
   ({"tokenizer.chat_template": 3}, "chat template that is not a text"),
 ]
 

@@ -161,7 +161,7 @@ def test_hub_data_are_pinned(served, settings_with):
   "line", ["x", f"space:a/b@main={COMMIT}", f"model:a/b@main={COMMIT[1:]}", 3]
 )
 def test_malformed_commits_are_refused(line, settings_with):
-  with pytest.raises(ValueError, match="lines KIND:.* A run fills it in"):
+  with pytest.raises(ValueError, match="must be KIND:.* Runs fill it in"):
     settings_with(commits=(line,))
 
 

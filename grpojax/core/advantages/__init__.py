@@ -26,7 +26,7 @@ Z] (arXiv 2603.01162). docs/objectives.md says when to use which.
 | pairwise_rank   | mean_{j != i} sign(Z_i - Z_j)    | grad of wins - losses  |
 
 To add an advantage, enter it in `ADVANTAGES` (docs/development.md). It must
-raise ValueError, from shapes alone, if the group or batch is too small.
+raise ValueError if the shape shows that the group or batch is too small.
 
 Rewards have any real dtype; integers, booleans and half precision become
 float32. Advantages are in units of the reward unless the function says

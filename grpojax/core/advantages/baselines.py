@@ -34,8 +34,8 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   w_b = v / (v + t2), v = s2 / (G - 1), a James-Stein estimate. s2 is the
   variance within groups, t2 the variance of the prompts' values (of their means
   less s2 / G, at least 0). Unlike in arXiv 2511.03710, both are estimated from
-  the *other* prompts; w_b = 0 if none of their groups varies. Equal rewards do
-  not give 0 if other groups vary. ValueError if G < 2 or B < 3.
+  the *other* prompts; w_b = 0 if none of their groups varies. A group of equal
+  rewards gets 0 only if no group varies. ValueError if G < 2 or B < 3.
   """
   rewards = as_float(rewards, "shrinkage", least=2)
   rows = rewards.reshape(-1, rewards.shape[-1])
@@ -60,7 +60,7 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   within = within / jnp.maximum(sum_of_others(has_variance), 1)
   pooled = sum_of_others(means * has_mean) / jnp.maximum(others, 1)
   # t2: the variance of the other prompts' means, less the part due to noise.
-  # B x B numbers, because "total minus x_b" would keep an outlier's rounding.
+  # All pairs: "total minus x_b" would keep the rounding error of an outlier.
   different = ~jnp.eye(len(counts), dtype=bool)
   distances = has_mean * different * (means - pooled[:, None]) ** 2
   spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)
@@ -72,7 +72,7 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   # w_b, with numerator and denominator times count - 1, which may be 0.
   total = within + between * (counts - 1)
   weight = jnp.where(total > 0, within / jnp.where(total > 0, total, 1), 0)
-  # The only sample of a prompt has the pooled mean as its baseline.
+  # A prompt's only sample has the pooled mean as its baseline.
   single = counts == 1
   weight = jnp.where(single, 1, weight)[:, None]
   others_mean = sum_of_others(moved) / jnp.maximum(counts - 1, 1)[:, None]
@@ -86,16 +86,16 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Reward minus the Bayesian estimate of the prompt's success rate.
 
-  For binary rewards. The model: success rates are drawn from a Beta(alpha,
-  beta), which is uniform over a fixed grid of 150. The baseline of sample (b,
-  i) is the mean of its prompt's rate given the batch's rewards except Z_{b,i}:
+  For binary rewards. The prior: success rates are Beta(alpha, beta), with
+  (alpha, beta) uniform over a grid of 150 pairs. The baseline of sample (b, i)
+  is the posterior mean of its prompt's rate given all rewards except Z_{b,i}:
 
     sum_grid p (alpha + S) / (alpha + beta + G - 1),  S = sum_{j != i} Z_{b,j},
 
   where p is proportional to the beta-binomial likelihood of those rewards. It
-  is unbiased for any rewards: the baseline clips them to [0, 1] and counts
-  fractions as parts of a success. G >= 2; takes memory for B G 150 numbers.
-  Equal rewards give advantages near 0, not exactly 0.
+  is also unbiased for other rewards: the baseline clips them to [0, 1] and
+  counts fractions as parts of a success. G >= 2; takes memory for B G 150
+  numbers. Equal rewards give advantages near 0, not exactly 0.
   """
   rewards = as_float(rewards, "beta_binomial", least=2)
   group_size = rewards.shape[-1]
@@ -110,7 +110,7 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   table = jnp.asarray(table, rows.dtype)
 
   def log_marginal(successes, trials):
-    """Returns log-likelihoods [..., 150], linear between whole successes."""
+    """Returns log-likelihoods [..., 150], interpolated for fractions."""
     below = jnp.clip(jnp.floor(successes), 0, jnp.maximum(trials - 1, 0))
     part = jnp.clip(successes - below, 0, 1)[..., None]
     below = below.astype(int)

@@ -5,10 +5,10 @@
 | sum_then_normalize | Z_i = sum_k w_k Z_ki, the weighted sum                |
 | normalize_then_sum | sum_k w_k (Z_ki - mean_j Z_kj) / std_j Z_kj (GDPO)    |
 
-In `sum_then_normalize` rewards with a wide spread dominate. In the other each
-reward counts by its weight, whatever its scale, but prompts are weighted as in
-`advantages.grpo`. For GDPO (arXiv 2601.05242), which also divides the result by
-its deviation over the batch, use the advantage `batch_std`.
+In `sum_then_normalize` rewards with a wide spread dominate.
+`normalize_then_sum` counts rewards by weight, whatever their scale, but weights
+prompts as `advantages.grpo` does. For GDPO (arXiv 2601.05242), which also
+divides the result by its deviation over the batch, use `batch_std`.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ def normalize_then_sum(
   """Weighted sum of rewards, each normalised within its group.
 
   Equals TRL's "normalize_then_sum" before its batch normalisation: unitless,
-  and each group sums to 0. A missing value (nan) counts as its function's mean
-  in the group; the result is nan if all are missing. `epsilon` is added to
-  standard deviations. ValueError if G < 2 or the number of weights is wrong.
+  and each group sums to 0. A missing value (nan) gets its reward function's
+  mean in the group; a sample without values gets nan. `epsilon` is added to
+  standard deviations. ValueError if G < 2 or for a wrong number of weights.
   """
   values = as_float(values, "normalize_then_sum", least=2)
   weights = jnp.asarray(weights, values.dtype)

@@ -1,4 +1,4 @@
-"""Advantages for objectives of k rewards: a family of U-statistics.
+"""Advantages for objectives such as the best of k samples: U-statistics.
 
 For a symmetric function f of k rewards, E f(Z_1, ..., Z_k) has the unbiased
 gradient estimator (1/G) sum_i s_i A_i with
@@ -49,7 +49,7 @@ def max_rl(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
 
 @functools.cache
 def _max_rl_weights(group_size: int, k: int) -> np.ndarray:
-  """Tables for `max_rl`, [2, n, r - 2]: sum_{j <= k} of `_gap_weights` / j."""
+  """Weights of gaps for `max_rl`: sum_{j <= k} of `_gap_weights` / j."""
   weights = (np.array(_gap_weights(group_size, j)) / j for j in range(1, k + 1))
   tables = sum(weights)
   tables[:, : k + 1] = 0  # groups with too few rewards

@@ -9,9 +9,9 @@ and J. Baxter, 2004; docs/theory.md, "The best baseline is not the value").
 |------------------------|----------------------------------|
 | length_weighted        | tokens                           |
 | score_weighted         | (sum over tokens of (1 - p)^2)^2 |
-| optimal_token_baseline | the sum up to the token, squared |
+| optimal_token_baseline | (sum up to the token)^2          |
 
-G >= 2; groups do not sum to 0. If all others have weight 0, they count equally.
+G >= 2; groups do not sum to 0. If all other weights are 0, they become equal.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def _minus_weighted_others(
       f"shape, not {weights.shape}"
     )
   rewarded = present(rewards)
-  # A shift of the group cancels, and equal rewards then give exactly 0.
+  # A shift of all rewards changes nothing, except that equal rewards give 0.
   moved = shifted(rewards)
   weights = jnp.where(rewarded, weights, 0)
   total = sum_of_others(weights)
@@ -112,8 +112,8 @@ def optimal_token_baseline(
   A_it = R_it - sum_{j != i} w_jt R_jt / sum_{j != i} w_jt, over samples j with
   a t-th sampled token, w_jt = (sum_{u <= t} token_score_sq_ju)^power: the
   optimal token baseline (arXiv 2602.07078), unbiased because it leaves out the
-  sample's own reward. If no other sample has a t-th token, the baseline is
-  their unweighted mean.
+  sample's own reward. If no other sample has a t-th token, the baseline is the
+  unweighted mean of R over the other samples.
 
   verl's `optimal_token_baseline` (`tir_optimal_token_baseline` with
   handle_zero_tail for several turns) has leave_one_out = False, power = 1, and
@@ -165,7 +165,7 @@ def optimal_token_baseline(
 def sample_weights(
   advantage: Callable[..., Array], rollout: Rollout
 ) -> dict[str, Shaped[Array, "B G *t"]]:
-  """Computes the inputs of samples that an advantage has as parameters."""
+  """Computes the arrays that an advantage function's parameters name."""
   mask = rollout.sampled
   token_scores = lambda: token_score_sq(rollout.logprobs, mask)
   weights = {

@@ -109,8 +109,8 @@ def grpo_loss(
   the surrogate.
 
   Returns the loss and arrays to be logged: "ratio" (1 on padding), "kl" (exact
-  or k3; 0 on padding and without a reference), and the surrogate's. ValueError
-  for beta without ref_logprobs or exact_kl, and for wrong shapes.
+  or k3; 0 on padding and without a reference), and the surrogate's arrays.
+  ValueError for beta without ref_logprobs or exact_kl, and for wrong shapes.
   """
   if beta and kl is None and exact_kl is None:
     raise ValueError(
@@ -159,7 +159,7 @@ def grpo_loss(
     if beta:
       correction = token_ratio(logprobs, old, mask) if kl_correction else 1.0
       per_token += beta * correction * kl(logprobs, ref)
-  # Corrections weight both terms: each is an expectation over samples.
+  # Correction weights apply to both terms: each is a mean over samples.
   if is_weights is not None:
     per_token *= jax.lax.stop_gradient(is_weights)
   # Selecting instead of multiplying keeps nan on padding out of the sum.

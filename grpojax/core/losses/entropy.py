@@ -3,12 +3,12 @@
 The entropy is that of the distribution from which a token was sampled, in nats,
 given the sampled prefix; its gradient takes the prefix as constant.
 
-The bonus is `entropy_coef` times the mean entropy of the tokens in the
-surrogate (including `off_policy_sequences`), over the whole optimizer batch,
-whatever the weighting. With an `entropy_target` the bonus is on only while the
-entropy is at most the target, and after each optimizer update the coefficient
-moves by `entropy_coef_delta`: up if the entropy is at most the target, else
-down, between 0 and `entropy_coef_max` (arXiv 2505.22312, section 4).
+The bonus is `entropy_coef` times the mean entropy over an optimizer batch, for
+all weightings: of the surrogate's tokens and of `off_policy_sequences`, which
+the surrogate leaves out. With an `entropy_target` the bonus is on only while
+the entropy is at most the target, and after each update the coefficient moves
+by `entropy_coef_delta`: up if the entropy is at most the target, else down,
+between 0 and `entropy_coef_max` (arXiv 2505.22312, section 4).
 """
 
 import typing
@@ -23,14 +23,14 @@ from grpojax.core.objective import Objective
 @typing.no_type_check
 @struct.dataclass
 class EntropyControl:
-  """State of an adaptive bonus between optimizer updates."""
+  """State of an adaptive entropy bonus between optimizer updates."""
 
   coefficient: Float[Array, ""]  # of the next update
   entropy: Float[Array, ""]  # mean in the last update, nats; at first inf
 
 
 def init_control(objective: Objective) -> EntropyControl | None:
-  """Returns the control before the first update; None without a target."""
+  """Returns the initial `EntropyControl`; None without an `entropy_target`."""
   if not objective.entropy_target:
     return None
   return EntropyControl(
@@ -44,7 +44,7 @@ def coefficient(
 ) -> float | Float[Array, ""]:
   """Coefficient in this update: 0 while the last entropy is above the target.
 
-  ValueError for a target without a control.
+  ValueError for an `entropy_target` without `control`.
   """
   target = objective.entropy_target
   if not target:
@@ -63,7 +63,7 @@ def adapt(
   entropy: Float[Array, ""],
   skipped: Bool[Array, ""],
 ) -> EntropyControl | None:
-  """Returns the control after an update, unchanged if it was `skipped`."""
+  """Returns the next `EntropyControl`, unchanged if an update was `skipped`."""
   if control is None:
     return None
   step = objective.entropy_coef_delta

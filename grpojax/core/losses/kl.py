@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 # Bounds of log-ratios; the gradient is 0 outside. The upper one keeps exp from
-# overflowing. The lower one only keeps sums and squares finite, so tokens that
-# the reference excludes are still pulled back.
+# overflowing. The lower one only keeps sums and squares finite: k2 and k3 still
+# have gradients at tokens that the reference excludes.
 _LOG_RATIO_BOUNDS = (-1e4, 20.0)
 
 

@@ -1,4 +1,4 @@
-"""Auxiliary loss that balances the experts of a mixture.
+"""Auxiliary loss that balances the load of a mixture's experts.
 
 Without it, a router that favours a few experts trains only these, and favours
 them more.
@@ -30,7 +30,7 @@ def load_weights(
   """Weight of each token of prompts and completions in the experts' load.
 
   A prompt's token counts once per completion in the loss, however a batch is
-  split or packed. Importance weights and observations do not count.
+  split or packed. Observations have weight 0; importance weights are ignored.
   """
   mask = batch.completion_mask
   learned = jnp.sum(jnp.any(mask, axis=-1), axis=-1, keepdims=True)
@@ -43,12 +43,12 @@ def load_balancing_loss(
 ) -> Float[Array, ""]:
   """Returns the loss X sum_x f_x P_x, or a micro-batch's share of it.
 
-  For a micro-batch, `whole` is the load of its whole minibatch.
-  f_x is the share of all tokens sent to expert x, P_x its mean probability,
-  over tokens and layers together (arXiv 2101.03961, equations 4 to 6, like
-  transformers' `load_balancing_loss_func`; over a whole batch: arXiv
-  2501.11873). With k experts per token it is k if they are used evenly, and at
-  most X. f_x, a count, has no gradient.
+  For a micro-batch, `whole` is the load of its whole minibatch. f_x is the
+  share of all tokens sent to expert x, P_x its mean probability, over tokens
+  and layers together (arXiv 2101.03961, equations 4 to 6, like transformers'
+  `load_balancing_loss_func`; over a whole batch: arXiv 2501.11873). With k
+  experts per token the loss is k if all are used evenly, and at most X. f_x, a
+  count, has no gradient.
   """
   whole = load if whole is None else whole
   count = jnp.maximum(whole.count, 1.0)

@@ -1,6 +1,6 @@
 """Corrections for a mismatch between rollout policy and trained policy.
 
-Tokens are drawn from the rollout policy mu, whose numbers differ from the
+Tokens are drawn from the rollout policy mu, whose probabilities differ from the
 trainer's (another program, engine or precision). The surrogate has the ratio pi
 / pi_old of the trainer's probabilities; here the remaining factor, r_t =
 pi_old(o_t) / mu(o_t), becomes a constant weight of each token's loss.
@@ -22,8 +22,8 @@ Without bounds, sequence weights give the gradient of pi_old without bias, on
 three conditions: the loss is divided by numbers independent of the samples
 (`fixed_length` or `sequence_sum`, no completion left out); the advantage is a
 sum of rewards less a baseline of other samples; mu draws without top_k, top_p
-and min_p. Their variance grows with the length; token weights leave prefixes
-distributed as mu drew them. `sequence_ratio` and `gmpo` average weights over a
+and min_p. Their variance grows with the length; with token weights, prefixes
+keep the distribution of mu. `sequence_ratio` and `gmpo` average weights over a
 completion: use sequence weights. `geometric_mask` only drops completions whose
 tokens are, on average, too far off (SkyRL's bounds are .99 and 1.01).
 

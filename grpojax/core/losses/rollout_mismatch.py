@@ -1,9 +1,8 @@
 """Mismatch of log-probabilities between trainer and rollout.
 
-Both compute them for the same tokens under the same weights, but with programs
-that round differently. The mismatch is part of the importance ratios
-if the old log-probabilities are the rollout's, else it makes the gradient
-off-policy.
+Trainer and rollout use the same weights, but programs that round differently.
+The mismatch is part of the importance ratios if the old log-probabilities are
+the rollout's, else it makes the gradient off-policy.
 """
 
 from collections.abc import Callable

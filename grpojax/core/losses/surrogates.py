@@ -23,8 +23,8 @@ the bounds, s and w are ratios of a sequence, and sg stops the gradient.
 | gmpo, token       | -A (prod c(r))^(1/|o|)| s of the clipped ratios; 0 for   |
 |                   |                       | clipped tokens                   |
 | cispo, token      | -sg(c(r)) A log pi    | c(r): never 0                    |
-| dppo_tv, dppo_kl, | -sg(min(r, c)) A      | min(r, c); 0 if A moves pi(o),   |
-| token             | log pi                | already too far off, further     |
+| dppo_tv, dppo_kl, | -sg(min(r, c)) A      | min(r, c); 0 if pi(o) is too far |
+| token             | log pi                | off and A moves it even further  |
 | sapo, token       | -A 4 / tau            | r sech^2(tau (r - 1) / 2), to 0  |
 |                   | sigmoid(tau (r - 1))  | as exp(-tau r), on both sides    |
 | dro, token        | -A log pi             | 1, plus dro_beta log r grad log  |
@@ -99,8 +99,8 @@ def clipped(
   """PPO's clipped surrogate, with separate lower and upper bounds.
 
   -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  (arXiv 1707.06347; separate
-  bounds: DAPO, arXiv 2503.14476). With dual_clip = c > 1, tokens of negative
-  advantage count c A if r > c, without gradient (arXiv 1912.09729).
+  bounds: DAPO, arXiv 2503.14476). With dual_clip = c > 1, tokens with A < 0 and
+  r > c have the loss -c A, without gradient (arXiv 1912.09729).
   `clip_fraction_low` and `_high` log tokens whose gradient a bound makes 0.
   """
   bounded, aux = _clip(ratios, advantages, 1 - clip_low, 1 + clip_high)
@@ -113,7 +113,7 @@ def clipped(
 def _clip(
   x: Tokens, advantages: Tokens, low: float | int, high: float | int
 ) -> tuple[Tokens, Aux]:
-  """Clips x on the side to which its advantage moves it; returns logs, too."""
+  """Clips x on the side to which its advantage moves it; also returns logs."""
   below = (x < low) & (advantages < 0)
   above = (x > high) & (advantages > 0)
   bounded = jnp.where(above, high, jnp.where(below, low, x))
@@ -158,8 +158,8 @@ def dppo_tv(
   token is above dppo_high and A > 0, or below -dppo_low and A <= 0: a bound on
   the total variation of "this token or another" (arXiv 2602.04879, Binary-TV).
   A bound on the ratio restricts rare tokens too much and frequent ones too
-  little. Needs the `token_ratio`; logs what `clipped` does. `of_kl` (surrogate
-  `dppo_kl`) bounds Binary-KL: KL(pi_old || pi), nats, signed as pi - pi_old.
+  little. Needs the `token_ratio`; logs as `clipped` does. `of_kl` (surrogate
+  `dppo_kl`) bounds Binary-KL: KL(pi_old || pi), nats, with pi - pi_old's sign.
   """
   ratio, logprob = jax.lax.stop_gradient((ratios, logprobs))
   new = jnp.exp(logprob)
@@ -193,8 +193,8 @@ def gmpo(
 
   -A (prod_t c(r_t))^(1/|o|), at each token of the completion (arXiv 2507.20673,
   equations 4 and 5). log c(r) is log r, but at most gmpo_clip_high if A > 0 and
-  at least -gmpo_clip_low if A < 0. With `sequence_mean` weights it is the
-  paper's; with `sequence_ratio` it clips GSPO's ratio. Logs like `clipped`.
+  at least -gmpo_clip_low if A < 0. With `sequence_mean` weights the loss is the
+  paper's; with `sequence_ratio` it clips GSPO's ratio. Logs as `clipped` does.
   """
   bounded, aux = _clip(_log(ratios), advantages, -gmpo_clip_low, gmpo_clip_high)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
@@ -277,7 +277,7 @@ def _log(ratios: Array) -> Array:
 def _reinforce(
   weights: Array | float, logprobs: Array, advantages: Array
 ) -> Array:
-  # The floor gives tokens that the policy excludes a finite loss, no gradient.
+  # With the floor, tokens that the policy excludes have a finite loss.
   return -weights * advantages * jnp.maximum(logprobs, -1e4)
 
 

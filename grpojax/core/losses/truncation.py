@@ -10,7 +10,7 @@ group under `leave_one_out` and weights of 1 / G per token (`fixed_length`) is:
 | mask      | yes             | no          | grad E[Z; ends] - V grad p |
 | drop      | no              | no          | p P(another ends) grad V_e |
 
-Token weights count completions in the loss, which divides `mask` and `drop` by
+Token weights divide by the completions in the loss: with `mask` and `drop` by
 about p (docs/objectives.md; `mask`: DAPO, arXiv 2503.14476, section 3.4).
 """
 

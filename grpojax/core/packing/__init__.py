@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
   bundles: int  # number of bundles, on all devices
   tokens: int  # room for completion tokens, per device
   prompt_tokens: int  # room for prompt tokens, per device
-  samples: int  # in an unpacked micro-batch, the upper limit of its size
+  samples: int  # of an unpacked micro-batch, the upper limit
 
 
 @typing.no_type_check
@@ -111,10 +111,10 @@ def split(
   """Splits a batch into `count` micro-batches, the first axis of the results.
 
   Returns prompts, samples, a mask of the samples in the micro-batch's rows, and
-  the rows. With a packing there may be fewer micro-batches, each with U copies
-  of prompts; without one, mask and rows are None. ValueError if the batch
-  cannot be divided (`micro_batches.cuts`), or if the packing's micro-batches
-  may be larger than unpacked ones.
+  the rows. A packing may have fewer micro-batches, with room for U prompts per
+  split; a prompt with rows in several splits is copied into each. Without a
+  packing, mask and rows are None. ValueError if the batch cannot be divided
+  (`micro_batches.cuts`) or packed micro-batches may exceed unpacked ones.
   """
   b, g = jax.tree.leaves(samples)[0].shape[:2]
   if packing is not None:
@@ -161,7 +161,7 @@ def _split_packed(prompts, samples, packing: Packing):
 
   arrays = prompts, samples, packing.copy_of_sample
   prompts, samples, copy_of_sample = jax.tree.map(by_split, arrays)
-  # A copy comes with all samples of its group; its split computes `in_rows`.
+  # A copy comes with its whole group; its split only computes `in_rows`.
   in_rows = copy_of_sample == jnp.arange(splits * u).reshape(splits, u, 1)
   # A micro-batch has every count-th bundle. The bundles of a device are
   # neighbours, so prompts are counted across them.

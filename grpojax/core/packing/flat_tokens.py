@@ -80,7 +80,7 @@ _take.defvjp(
 def flatten(
   x: Shaped[Array, "B G S *more"], index: TokenIndex
 ) -> Shaped[Array, "C 1 N *more"]:
-  """Takes the real tokens out of rows; 0 for unused tokens."""
+  """Gathers the real tokens of rows; unused tokens are 0."""
   x = x.reshape(len(index.token_of_place), -1, *x.shape[3:])
   x = _take(_constrain_rows(x), index.place_of_token, index.token_of_place)
   return _constrain_rows(x[:, None])
@@ -98,7 +98,7 @@ def unflatten(
 
 @jax.custom_vjp
 def _repeat(x, index):
-  """Takes entries of each device's x, any number of times.
+  """Takes entries of each device's x, which may repeat.
 
   The backward pass sums gradients in float32, by a product, not a scatter.
   """
@@ -127,7 +127,7 @@ _repeat.defvjp(
 
 
 class FlatTokens(NamedTuple):
-  """Indices of the real tokens of prompts, and of rows of completions."""
+  """Places of the real tokens in prompts and in rows of completions."""
 
   prompts: TokenIndex  # of prompts [B, 1, P]
   rows: TokenIndex  # of rows of completions [n, 1, S]

@@ -1,4 +1,4 @@
-"""Planning of a batch's packing on the host, from the lengths of its texts.
+"""Plans a batch's packing on the host, from the lengths of its samples.
 
 For each width, completions are put into rows (`first_fit`), and the rows of a
 bundle are spread over the fewest splits that are small enough (`_spread`,
@@ -72,7 +72,7 @@ class _Spread(NamedTuple):
 
 
 def _spread(batch: _Batch, width: int, splits: int) -> _Spread:
-  """Spreads the rows of each bundle over splits of about equal tokens."""
+  """Spreads each bundle's rows over splits with about equal token counts."""
   b, g = batch.lengths.shape
   row_of_sample, start_of_sample = first_fit(batch.lengths, width)
   tokens = np.zeros((b, g), np.int64)
@@ -107,18 +107,18 @@ class _Shape(NamedTuple):
 
 
 def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
-  """Returns the smallest sizes that fit any choice of `bundles` bundles."""
+  """Returns the smallest sizes that fit every choice of `bundles` bundles."""
   splits, prompts = spread.has_prompt.shape[1:]
   tokens_of_split = np.zeros((batch.bundles, splits), np.int64)
   rows_of_split = np.zeros_like(tokens_of_split)
   index = np.arange(batch.bundles)[:, None], spread.split_of_row
   np.add.at(tokens_of_split, index, spread.tokens_of_row)
   np.add.at(rows_of_split, index, spread.tokens_of_row > 0)
-  # Any bundles may meet in a micro-batch, so the largest must fit together.
+  # Every set of bundles may share a micro-batch, so the largest must fit.
   largest = lambda sizes: int(np.sort(sizes, axis=None)[-bundles:].sum())
   tokens = size_of(largest(tokens_of_split), 2)
-  # Rows are 4/5, 2/3 or 1/2 full: a K that follows from the tokens and the fill
-  # leaves fewer pairs of rows and tokens to compile.
+  # Choose K as if rows were 4/5, 2/3 or 1/2 full: K follows from the tokens, so
+  # that fewer pairs (rows, tokens) are compiled.
   most = max(1, int(rows_of_split.max()))
   counts = (-(-tokens * k // (4 * width * bundles)) for k in (5, 6, 8))
   rows = next((n for n in counts if n >= most), size_of(most, 2))
@@ -240,7 +240,7 @@ def plan(
 ) -> Packing | None:
   """Plans the packing of a batch, on the host.
 
-  It depends only on lengths and mesh, so a resumed run computes the same.
+  It depends only on lengths and mesh, so a resumed run makes the same plan.
   Completions have 0 to T = `length` tokens (0 leaves a sample out), prompts 0
   to P = `prompt_length`. `micro_batches` is the number per unpacked minibatch;
   packed micro-batches are as few as possible without being larger. Returns

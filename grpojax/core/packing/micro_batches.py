@@ -48,7 +48,7 @@ def draw_orders(
 
   `split_rows` gives row i of every block of `parts` consecutive rows to
   minibatch i. The first epoch keeps the order; later epochs shuffle the rows
-  within each block: each row is equally likely in any minibatch, and stays on
+  within each block: each row is equally likely in every minibatch, and stays on
   its device.
 
       block 0  block 1       order [1, 0], [0, 1]     minibatches of rows
@@ -68,7 +68,7 @@ def draw_orders(
 
 
 def reorder_rows(tree: PyTree, order: Int[Array, "blocks parts"]) -> PyTree:
-  """Reorders the rows of axis 0 by an epoch's order of `draw_orders`."""
+  """Reorders the rows of axis 0 by an epoch's order from `draw_orders`."""
 
   def reorder(x):
     blocks = x.reshape(*order.shape, *x.shape[1:])

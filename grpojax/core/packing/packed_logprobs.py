@@ -21,7 +21,7 @@ def _pack(
   """Puts the samples' tokens into rows; padding has arbitrary values."""
   more = values.shape[3:]
   samples = values.reshape(rows.sizes.devices, -1, *more)
-  # A device's samples are one axis of tokens; padding (-1) reads any of them.
+  # A device's samples are one axis of tokens; padding (-1) reads one of them.
   x = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(samples, addresses)
   return x.reshape(-1, 1, rows.sample_of_token.shape[-1], *more)
 

@@ -34,7 +34,7 @@ FIXED = {
 
 
 def common(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Returns the fields of `TransformerConfig` that gemma2 and gemma3 share."""
+  """Returns the fields of `TransformerConfig` shared by gemma2 and gemma3."""
   return config_json.common(hf_config) | {
     "norm_offset": True,
     "post_norms": True,

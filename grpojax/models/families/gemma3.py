@@ -40,7 +40,7 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
     hf_config["sliding_window_pattern"]
     or hf_config["_sliding_window_pattern"]
     or 6
-  )  # 6 means that every sixth layer is global
+  )  # every sixth layer is global
   layers = range(1, hf_config["num_hidden_layers"] + 1)
   default = [layer % pattern != 0 for layer in layers]
   return TransformerConfig(

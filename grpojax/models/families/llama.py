@@ -33,7 +33,7 @@ KEYS = {
   )
 }
 READ = config_json.READ | {"attention_bias": False, "mlp_bias": False}
-# nanotron adds this key to the models that it exports.
+# nanotron adds this key to exported models.
 FIXED = {"is_llama_config": True}
 
 

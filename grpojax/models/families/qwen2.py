@@ -18,7 +18,7 @@ FIXED = {"qkv_bias": True}
 
 
 def window(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Reads the window of layers from `max_window_layers` on, if enabled."""
+  """Reads the window, if any, by default from layer `max_window_layers` on."""
   size = (
     hf_config["sliding_window"] if hf_config["use_sliding_window"] else None
   )

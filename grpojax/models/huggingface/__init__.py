@@ -84,7 +84,7 @@ def exists(path: str | pathlib.Path) -> bool:
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """Returns the directory of a path or bundled model; ValueError if absent."""
+  """Returns a model's directory, given its path or a bundled model's name."""
   path = pathlib.Path(path)
   for directory in (path, ASSETS / path):
     if (directory / ADAPTER).is_file():
@@ -124,7 +124,7 @@ def _check_links(directory: pathlib.Path) -> None:
 def read_config(
   path: str | os.PathLike, ignore_keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-  """Reads a config.json, or that of a directory, without `ignore_keys`."""
+  """Reads a config.json (or a directory's), and leaves out `ignore_keys`."""
   file = pathlib.Path(path)
   if not os.path.isfile(file):
     file = resolve(path) / "config.json"
@@ -158,7 +158,7 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
 
 
 def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:
-  """Returns the stored tensors of each array, by its path in our parameters."""
+  """Returns the stored tensors that make up each of our arrays, by its path."""
   leaves = {}
   config = to_transformer_config(hf_config)
   shapes = flatten_dict(parameter_shapes(config), sep="/")
@@ -268,9 +268,9 @@ def save(
 ) -> None:
   """Writes a model directory that `load` and transformers read.
 
-  All processes must call it. Configuration and tokenizer come from `source`,
-  without the keys `ignore_keys`. The directory appears when all its files are
-  written; weight files have at most `max_shard_size` bytes. `dtype` is the
+  All processes must call it. The configuration (without `ignore_keys`) and the
+  tokenizer are copied from `source`. The directory appears when all its files
+  are written; weight files have at most `max_shard_size` bytes. `dtype` is the
   dtype to store; None keeps each array's. ValueError if `path` exists, or if
   the shapes of parameters do not match `source`.
   """
@@ -282,7 +282,7 @@ def save(
   if {name: tuple(array.shape) for name, array in flat.items()} != shapes:
     raise ValueError(f"parameters do not fit {source}: use their base model")
   stored = str(np.dtype(dtype or flat[next(iter(leaves))].dtype))
-  hf_config |= {"dtype": stored, "torch_dtype": stored}  # names in 5 and 4
+  hf_config |= {"dtype": stored, "torch_dtype": stored}  # transformers 5 and 4
   if jax.process_index():
     weights_out.follow(leaves, flat)
     return

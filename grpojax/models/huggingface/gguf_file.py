@@ -63,7 +63,7 @@ class Tensor(NamedTuple):
 
   file: pathlib.Path
   format: int  # gguf's number of the format
-  shape: tuple[int, ...]  # NumPy's, the reverse of the file's
+  shape: tuple[int, ...]  # in NumPy's order, the reverse of the file's
   offset: int  # in bytes
   # Number of heads if rows have GGUF's order for Llama, else 0. In this order,
   # the rows of a head's two halves alternate. For two heads of four rows:
@@ -230,7 +230,7 @@ def _tensor(path: pathlib.Path, header: _Header, name: str) -> Tensor:
 
 @functools.cache
 def _bytes(number: int, values: int) -> int:
-  """Returns the bytes of a row of values; raises for unreadable formats."""
+  """Returns the number of bytes of a row; raises for unreadable formats."""
   gguf = library()
   kind = gguf.GGMLQuantizationType(number)
   block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -286,7 +286,7 @@ def to_hf_config(file: File) -> dict[str, Any]:
 
 
 def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
-  """Returns metadata after `prefix`, with defaults; `names` must be numbers."""
+  """Returns metadata under `prefix`, with defaults; `names` must be numeric."""
   values = file.below(prefix)
   for key, value in values.items():
     is_number = type(value) in (int, float) and 0 < value < 2**31
@@ -339,7 +339,7 @@ def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_ids(file: File) -> dict[str, Any]:
-  """Returns bos_, pad_ and eos_token_id (which ends texts, turns, messages)."""
+  """Returns bos_token_id, pad_token_id and eos_token_id (a list of end ids)."""
   named = lambda x: file.metadata.get(f"tokenizer.ggml.{x}_token_id")
   ends = [end for x in ("eos", "eot", "eom") if type(end := named(x)) is int]
   ids = {"bos_token_id": named("bos"), "pad_token_id": named("padding")}
@@ -350,7 +350,7 @@ def _token_ids(file: File) -> dict[str, Any]:
 def find(
   path: pathlib.Path, hf_config: dict[str, Any], names: Iterable[str]
 ) -> dict[str, Tensor]:
-  """Returns a file's tensors by Hugging Face `names`; others by GGUF's names.
+  """Returns a file's tensors by Hugging Face `names`; others keep GGUF's names.
 
   Stacked experts become separate tensors. ValueError if the file does not match
   `hf_config`.

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-STORED_DTYPES = {  # NumPy's (or ml_dtypes'), by safetensors' names
+STORED_DTYPES = {  # dtypes by safetensors' names
   "F64": np.dtype(np.float64),
   "F32": np.dtype(np.float32),
   "F16": np.dtype(np.float16),

@@ -121,7 +121,7 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def follow(layout: Mapping[str, Leaf], arrays: Mapping[str, Any]) -> None:
-  """Joins the collective fetches of arrays in another process's `write`."""
+  """Takes part in the collective fetches of another process's `write`."""
   for path, leaf in layout.items():
     for _ in _tensors(leaf, arrays[path], np.dtype(arrays[path].dtype)):
       pass

@@ -36,12 +36,12 @@ _logged_errors: list[BaseException] = []  # by Orbax, about the save in flight
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-  """Returns False to hide Orbax's warnings, and errors that it also raises.
+  """Log filter: False for Orbax's warnings, and for errors that it also raises.
 
   Records these errors in `_logged_errors`: if one of several processes cannot
   save its part, Orbax raises the error up to 20 minutes later.
   """
-  if record.name == "asyncio":  # from tasks that a failed load left
+  if record.name == "asyncio":  # from tasks of a failed load
     return not re.search("orbax|tensorstore", record.getMessage())
   if "orbax/checkpoint" not in record.pathname:
     return True
@@ -58,7 +58,7 @@ for _name in ("absl", "asyncio", "root"):
 
 
 def _own_error() -> BaseException | None:
-  """Returns this process's error in a save by several processes, if any."""
+  """Returns this process's first save error, if several processes save."""
   return _logged_errors[0] if _logged_errors and distributed.several() else None
 
 
@@ -167,7 +167,7 @@ def _remove_unfinished(checkpointer: Checkpointer) -> None:
 
 @contextlib.contextmanager
 def _save_errors(checkpointer: Checkpointer) -> Iterator[None]:
-  """Turns all errors of a save into `disk.WriteFailed`."""
+  """Converts all errors of a save to `disk.WriteFailed`."""
   try:
     yield
   except disk.WriteFailed:

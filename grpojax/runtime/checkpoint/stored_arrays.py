@@ -1,10 +1,10 @@
 """Checksums of the arrays in a checkpoint, which loading verifies.
 
 Orbax stores arrays without a checksum, so a flipped bit on the disk would
-silently change a weight. So its custom metadata gets the shape, dtype and
-checksum of each array.
+silently change a weight. Therefore the shape, dtype and checksum of each array
+are added to the checkpoint's custom metadata.
 
-An array is read as 32-bit words w_i (smaller elements make a word each). Its
+An array is read as 32-bit words w_i (a smaller element becomes one word). Its
 checksum is the sum of mix(w_i) c_i mod 2^32, with odd numbers c_i and a
 bijective mix. It does not depend on the sharding. It detects any
 change of a single word (c_i has an inverse mod 2^32), and misses other damage
@@ -31,7 +31,7 @@ _NOTES = "notes"  # [JSON, its checksum]
 
 
 class _Damaged(Exception):
-  """Raised if stored arrays, notes or metadata are damaged; names them."""
+  """Raised for damaged arrays, notes or metadata, which the message names."""
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -79,7 +79,7 @@ def checksums(tree: PyTree) -> dict[str, str]:
 
 
 def reason(error: BaseException) -> str:
-  """Describes the original exception of a chain."""
+  """Describes the exception that started a chain of causes."""
   while error.__cause__ or error.__context__:
     error = error.__cause__ or error.__context__
   text = str(error).split(" [")[0]  # TensorStore appends all its settings
@@ -90,7 +90,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _damage(path: epath.Path, advice: str) -> Iterator[None]:
-  """Turns any error of a read into a ValueError with advice."""
+  """Converts every error of a read to a ValueError with advice."""
   try:
     yield
   except Exception as error:
@@ -196,7 +196,7 @@ def load(
 
   Leaves of `like` are arrays or `jax.ShapeDtypeStruct`s. The pending rollout of
   a `TrainState` gets the saved size, and the sharding of `step`. Errors about
-  damage end with `advice`. `partial` loads only the keys of the dict `like`.
+  damage end with `advice`. `partial`: load only the keys of the dict `like`.
   """
   is_state = dataclasses.is_dataclass(like)
   with _damage(path, advice):

@@ -3,8 +3,8 @@
     python -m grpojax.train [--config=configs/x.py] [--config.key=value ...]
 
 A config file is Python with a `get_config()` that returns a `ConfigDict`;
-`--config=x.py:text` calls `get_config("text")`. `--config=x` is the packaged
-config x, and so is configs/x.py if there is no such file.
+`--config=x.py:text` calls `get_config("text")`. `--config=x` reads the packaged
+config x, as does `--config=configs/x.py` if that file does not exist.
 
 A flag is `--name=value` or `--name value`; a switch (True or False) is `--name`
 or `--noname`. The prefix "config." may be left out. A value is parsed as a
@@ -68,7 +68,7 @@ def _typed(text: str, default: Any) -> Any:
 
 
 def _value(name: str, text: str, flag: Option | None) -> Any:
-  """Parses a flag's value; without `flag` (in a free section), of any type."""
+  """Parses a value as the type of `flag`, or as a literal if that is None."""
   if flag is None:
     try:
       value = ast.literal_eval(text)
@@ -122,7 +122,7 @@ def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 class _Names:
-  """Names that a command line may use: a program's flags, config.SETTING."""
+  """Names that a command line can set: program flags and config.SETTING."""
 
   def __init__(self, flags, declared, config):
     whole = settings.Section("", {"config": declared})
@@ -141,7 +141,7 @@ class _Names:
     return name in self.flags or settings.is_free(name, self._free)
 
   def full(self, name: str) -> str:
-    """Returns a name, with "config." if that was left out."""
+    """Returns a name; adds "config." if the user left it out."""
     setting = f"{CONFIG}{name}"
     known = self.exists(setting) or setting in self.sections
     return setting if known and name not in self.flags else name
@@ -207,7 +207,7 @@ def _set(config: ConfigDict, name: str, value: Any) -> None:
       raise ValueError(f"--{name}: {key} has no fields: it is {config!r}")
   if isinstance(config.get(last), ConfigDict):
     raise ValueError(f"--{name} is a section: set its fields, --{name}.KEY=...")
-  with config.ignore_type():  # a word may replace a number
+  with config.ignore_type():  # a word can replace a number
     config[last] = value
 
 
@@ -226,7 +226,7 @@ def parse(
   ValueError for an unknown name, a value of the wrong type or a bad config
   file. --help prints the help, which begins with `about`, and exits.
   """
-  if "--" in argv:  # ends the flags of other programs
+  if "--" in argv:  # in other programs it ends the flags
     raise ValueError("unknown flag --; --help lists all flags")
   words = [word for word in argv if word not in ("--help", "-help", "-h")]
   file, overrides = _take_config(words)

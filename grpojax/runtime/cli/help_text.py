@@ -19,7 +19,7 @@ _MARGIN = 36  # width of the names, left of the descriptions
 
 
 def _by_section(declared, config) -> dict[str, list[Row]]:
-  """Returns rows by section; keys of a free section go to its parent."""
+  """Returns each section's rows; a parent has the keys of its free sections."""
   known = dict(settings.flat_settings(declared))
   below = settings.sections(declared)
   free = settings.free_sections(declared)
@@ -126,7 +126,7 @@ def _tables(
 ) -> list[str]:
   """Returns a Markdown table per section.
 
-  A section that repeats a program in `known` only lists the differences.
+  The table of a section that repeats a program in `known` has only differences.
   """
   lines = []
   whole = settings.sections(declared)

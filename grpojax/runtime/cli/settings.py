@@ -1,4 +1,4 @@
-"""Declarations of settings: a tree of sections, from dataclasses of options.
+"""Declares settings as a tree of sections, built from dataclasses of options.
 
     SETTINGS = section_of(TrainSettings())
     settings = build(TrainSettings(), config)  # from config.eval.every, ...
@@ -75,7 +75,7 @@ def section_of(options: Any) -> Section:
 
 
 def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
-  """Returns a copy of a dataclass of options with a config's values.
+  """Copies a dataclass of options and sets its values from a config.
 
   ValueError has a line "SETTING = VALUE: ..." per invalid value; `prefix` comes
   before the setting's name.
@@ -116,7 +116,7 @@ def values_of(options: Any) -> dict[str, Any]:
 
 
 def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
-  """Returns a copy of a section with other defaults, given by dotted path.
+  """Copies a section and changes its defaults, given by dotted path.
 
   KeyError for an unknown setting outside of free sections.
   """
@@ -169,7 +169,7 @@ def _fill(config: ConfigDict, declared: Section) -> None:
         config[name] = ConfigDict()
       if isinstance(config[name], ConfigDict):
         _fill(config[name], field)
-    elif name not in config and field.words:  # may hold a number or a word
+    elif name not in config and field.words:  # a number or a word
       config[name] = FieldReference(field.default, field_type=object)
     elif name not in config:
       config[name] = field.default
@@ -203,7 +203,7 @@ def fill_in(config: ConfigDict, declared: Section) -> tuple[ConfigDict, list]:
 
 
 def value_text(value: Any) -> str:
-  """Returns a value as typed on a command line, which is "" for no text."""
+  """Returns a value as it is typed on a command line."""
   if isinstance(value, tuple):
     return ",".join(map(str, value))
   return value.replace("\n", "\\n") if isinstance(value, str) else str(value)

@@ -1,4 +1,4 @@
-"""Checks that paths can be written, and messages for errors of the disk."""
+"""Checks that paths can be written, and turns disk errors into messages."""
 
 import contextlib
 import errno
@@ -40,7 +40,7 @@ def errors() -> Iterator[None]:
 
 
 def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
-  """Removes all directories in `folder` that match, for at most `seconds`.
+  """Removes matching directories from `folder`; gives up after `seconds`.
 
   Repeats, because threads of a failed write may create them again.
   """
@@ -73,9 +73,9 @@ def _existing(path: pathlib.Path) -> pathlib.Path:
 
 
 def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
-  """Raises ValueError if a directory lacks a file operation that runs need.
+  """Raises ValueError if the file system of a directory cannot keep a run.
 
-  Many mounted buckets cannot append, rename or lock. Leaves no files.
+  Many mounted buckets cannot append, rename or lock. Trial files are removed.
   """
   check_writable(path, flag)
   parent = _existing(pathlib.Path(path).absolute())

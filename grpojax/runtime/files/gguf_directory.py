@@ -32,16 +32,16 @@ _WORDS = (
 
 
 class _Rule(NamedTuple):
-  """How a text is split into pieces, in which BPE then merges bytes."""
+  """Rule for splitting a text into pieces; BPE merges bytes inside a piece."""
 
   pattern: str | None = None  # matches a piece; None: GPT-2's pattern
   digits: bool = False  # splits off each digit first
   nfc: bool = False  # composes Unicode first
-  whole: bool = False  # keeps a piece that is a token as it is
+  whole: bool = False  # does not split a piece that is a token
   bos: bool = False  # default of add_bos_token, for texts without a template
 
 
-RULES = {  # by the key tokenizer.ggml.pre; as in the models' tokenizer.json
+RULES = {  # by value of tokenizer.ggml.pre; as in the models' tokenizer.json
   "gpt-2": _Rule(),
   "smollm": _Rule(digits=True),
   "qwen2": _Rule(_WORDS.replace("DIGITS", r"\p{N}"), nfc=True),
@@ -96,7 +96,7 @@ def _directory(file: pathlib.Path, state: Any) -> pathlib.Path:
   del state
   header = gguf_file.read(file)
   config = gguf_file.to_hf_config(header)
-  hf.to_transformer_config(config)  # refuses impossible sizes
+  hf.to_transformer_config(config)  # ValueError for impossible sizes
   ids = {key: config[key] for key in config if key.endswith("_token_id")}
   texts = _tokenizer(header) | {
     "config.json": json.dumps(config, indent=2) + "\n",
@@ -161,7 +161,7 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
 
 
 def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
-  """Yields problems of tokenizer metadata; a check needs the ones before it."""
+  """Yields problems of tokenizer metadata; only the first is reliable."""
   if (kind := values.get("model")) != "gpt2":
     yield f"has model={kind!r:.80}; only 'gpt2', byte-level BPE, is supported"
   if (rule := values.get("pre")) not in list(RULES):
@@ -202,7 +202,7 @@ def _backend(values: dict[str, Any], bos: str | None) -> Any:
   vocabulary = {x: i for i, x in enumerate(tokens) if kinds[i] != _UNUSED}
   merges = [tuple(merge.split(" ")) for merge in values["merges"]]
   if not {"".join(merge) for merge in merges} <= vocabulary.keys():
-    raise ValueError("a merge does not make a token")  # the library would panic
+    raise ValueError("a merge yields no known token")  # the library would panic
   backend = tokenizers.Tokenizer(
     models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole)
   )

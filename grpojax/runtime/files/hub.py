@@ -19,7 +19,7 @@ from grpojax.models import huggingface as hf
 from grpojax.runtime.processes import interrupts
 
 # Files of a model: its config.json, all except the weights, or all.
-CONFIG = ("config.json", hf.ADAPTER)  # an adapter is refused
+CONFIG = ("config.json", hf.ADAPTER)  # ADAPTER only to refuse adapters
 TEXTS = (*hf.COMPANIONS, hf.ADAPTER)
 WHOLE = (*TEXTS, "model*.safetensors", "model.safetensors.index.json")
 
@@ -68,7 +68,7 @@ def fetch(name: Name, files: Sequence, kind: str = "model") -> pathlib.Path:
   """Downloads files of a repository; returns a read-only cached directory.
 
   `files` are names or patterns in the repository's top directory. The cached
-  directory is named by the commit. Processes of a host wait for each other,
+  directory is named after the commit. Processes of a host wait for each other,
   file by file. Ctrl-C and SIGTERM end a download with interrupts.Left, after a
   piece of 10 MB. ValueError with the reason if the files cannot be fetched.
   """
@@ -131,7 +131,7 @@ def _bar(name: Name, signals: Sequence[int]) -> type:
 
 
 def _describe_error(error: Exception, name: Name, kind: str) -> str:
-  """Describes an error without its message, which may have a signed URL."""
+  """Describes an error without its message, which may contain a signed URL."""
   from huggingface_hub import constants, errors
 
   cache = constants.HF_HUB_CACHE

@@ -1,7 +1,7 @@
-"""JSON files, which are written whole or not at all, and JSON lines.
+"""JSON files, written whole or not at all, and files of JSON lines.
 
-A row of JSON lines is a dict with "step" and numbers. Write the rows of step
-k before its checkpoint, so that a resumed run has all rows.
+A row of JSON lines is a dict with "step" and numbers. Write the rows of a step
+before its checkpoint, so that a resumed run has all rows.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """Yields a temporary path, which replaces the file if there is no error."""
+  """Yields a temporary path; its file replaces `path` if there is no error."""
   # Renaming would replace a link itself, not its target.
   target = pathlib.Path(os.path.realpath(path))
   with temporary(target) as other:

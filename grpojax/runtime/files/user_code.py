@@ -22,7 +22,7 @@ def load(path: str) -> ModuleType:
   """Imports a file; returns the same module again if its text is the same.
 
   OSError if there is no file; ImportError if another module has its name, or
-  the name of a file next to it that it imports. Can be retried after an error.
+  the name of a neighbouring file that it imports. Can be retried after errors.
   """
   file = pathlib.Path(path).resolve()
   if not file.exists():
@@ -118,7 +118,7 @@ _directory = [os.curdir]  # working directory of user code
 def own_directory() -> Iterator[None]:
   """Gives user code its own working directory, which it may change.
 
-  The program keeps its own: paths of run, data and models may be relative.
+  The program's directory stays: its paths (run, data, models) may be relative.
   """
   program = _working_directory()
   with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ def _working_directory() -> str:
 
 @contextlib.contextmanager
 def _importable(root: pathlib.Path) -> Iterator[None]:
-  """Puts a directory first on the import path, and afterwards last.
+  """Puts a directory first on the import path, and last at the context's end.
 
   User functions may import later, but must not shadow this program's imports.
   """

@@ -61,7 +61,7 @@ def joined(
 
   `FLAGS` describes the arguments. Without them JAX finds the other processes
   (Cloud TPU, GKE, SLURM), if any. ValueError if the arguments are wrong or no
-  process answers; interrupts.Left if SIGTERM comes before process 0 does.
+  process answers; interrupts.Left at SIGTERM before process 0 is reachable.
   """
   options: dict[str, Any] = {}
   if coordinator or num_processes or process_id:
@@ -203,7 +203,7 @@ def _ending_together() -> Iterator[None]:
   """Waits for the other processes at the end; after an error ends at once.
 
   An exit with a message, or by SIGTERM, happens in all processes. Other errors
-  and Ctrl-C end one process, and the other processes notice that.
+  and Ctrl-C end one process; the other processes notice its end.
   """
   code = None
   try:
@@ -295,7 +295,7 @@ class OtherGone(Exception):
 
 
 _GONE = "grpojax/gone"
-_numbers = itertools.count()  # numbers of messages, the same in all processes
+_numbers = itertools.count()  # numbers the messages, alike in all processes
 
 
 def _client() -> Any:
@@ -319,13 +319,13 @@ def _receive(key: str) -> bytes:
 
 
 def gather(value: Any) -> list[Any]:
-  """Exchanges JSON values (or NaN): returns those of all processes in order."""
+  """Exchanges JSON values (or NaN); returns all processes' values in order."""
   if not several():
     return [value]
   me = jax.process_index()
   n = next(_numbers)
   text = json.dumps(value).encode()
-  if n == 0:  # connect devices now: after a minute it would fail
+  if n == 0:  # connecting devices later than a minute fails
     multihost_utils.process_allgather(np.int32(0))
   _client().key_value_set_bytes(_key(n, me), text)
   texts = [text if i == me else _receive(_key(n, i)) for i in range(count())]
@@ -345,7 +345,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-  """Raises one process's exception in all (as ValueError in the others).
+  """Raises one process's exception in all processes (others raise ValueError).
 
   Code inside the context must not wait for other processes.
   """

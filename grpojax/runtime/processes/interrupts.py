@@ -79,7 +79,7 @@ def _end_interrupted() -> NoReturn:
 
 
 def _on_ctrl_c(number: int, frame: types.FrameType | None) -> None:
-  """Raises KeyboardInterrupt inside `main`; ends the program during imports.
+  """Handles Ctrl-C: raises KeyboardInterrupt in `main`; during imports, exits.
 
   C extensions crash, or raise other errors, if their import is interrupted.
   """
@@ -99,7 +99,7 @@ def _show_error(kind: type, error: BaseException, traceback: Any) -> None:
 
 
 def _show_ignored(ignored: Any) -> None:
-  """Reports ignored exceptions, except those of tasks of a failed load."""
+  """Reports exceptions ignored by Python, unless a failed load caused them."""
   text = f"{ignored.object} {ignored.exc_value}"
   if "Event loop is closed" not in text and "_read_array" not in text:
     sys.__unraisablehook__(ignored)
@@ -137,7 +137,7 @@ def skip_end(code: int) -> None:
 
 
 def exit_program() -> NoReturn:
-  """Exits after Ctrl-C without cleanup, which crashes while XLA compiles."""
+  """Exits after Ctrl-C without cleanup, which would crash if XLA compiles."""
   skip_end(INTERRUPTED)
   raise SystemExit(INTERRUPTED)
 
@@ -174,7 +174,7 @@ def handled(handler: Any, *numbers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(numbers: Iterable[int], error=None) -> Iterator[list[int]]:
-  """Yields a list that records signals; raises `error`, if any, at each."""
+  """Yields a list that records signals; each signal raises `error`, if any."""
   arrived: list[int] = []
 
   def note(number: int, _: Any) -> None:

@@ -69,8 +69,8 @@ def in_time(
 ) -> bool:
   """Calls a function; returns False if it was interrupted after `seconds`.
 
-  `ITIMER_VIRTUAL` counts CPU time. Debuggers and threads other than the main
-  one, which receive no signals, have no limit.
+  `ITIMER_VIRTUAL` counts CPU time. There is no limit under a debugger, nor
+  outside the main thread, because other threads receive no signals.
   """
   if threading.current_thread() is not threading.main_thread():
     function()
@@ -86,7 +86,7 @@ def in_time(
   old_handler = signal.signal(alarm, interrupt)
   try:
     try:
-      # Repeats each second, for a function that catches the exception.
+      # Repeats each second, because the function may catch the exception.
       old_timer = signal.setitimer(timer, min(seconds, FOREVER), 1.0)
       function()
     finally:
@@ -101,7 +101,7 @@ def in_time(
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-  """Ends a process forked inside the context when that leaves the context."""
+  """Ends processes forked inside the context when they leave the context."""
   process = os.getpid()
   try:
     yield

@@ -2,14 +2,14 @@
 
 Workers are new programs, never forks, and load no JAX. A thread per worker
 sends the jobs. Without workers `WorkerPool.results` does the jobs in this
-process, where an alarm interrupts slow jobs. Only workers protect it from
-crashes and from C code that hangs.
+process, where an alarm interrupts slow jobs. Only workers protect this process
+from crashes and from C code that hangs.
 
 A worker reads lines `ID SECONDS JSON`, which cannot run code. The first line
-prepares it; every other line is a job, answered by lines [ID, OUTCOME]. The ID
+prepares it; each later line is a job, answered by lines [ID, OUTCOME]. The ID
 is random, so user code that forks, prints, closes files or writes to every open
 file cannot disturb other jobs. Code that searches for the current ID can forge
-its own result: code that a model wrote needs a sandbox.
+its own result: model-written code needs a sandbox.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ from typing import Any, NamedTuple
 
 from grpojax.runtime.processes import user_calls
 
-_POLL = 0.5  # seconds between calls of `check_signals`, at most twice that
+_POLL = 0.5  # seconds to wait for a result between calls of `check_signals`
 _START = 120.0  # seconds for a worker to load its functions
-_STOP = 0.1  # seconds between checks whether to stop
+_STOP = 0.1  # seconds between calls of `stop`
 _CLOSING = 5.0  # seconds for an idle worker to close its resources
 _BLOCK = 2**16  # bytes to read or write at once
 _MEMORY = 2**33  # limit in bytes for a worker's data
 _LEEWAY = 2.0  # seconds after a job's limit until an orphaned worker ends
 
 Answer = Callable[[Any], Iterable[Any]]  # maps a job to its JSON outcomes
-# Parses a JSON outcome. ValueError, TypeError, AttributeError skip its line.
+# Parses a JSON outcome; a ValueError, TypeError or AttributeError skips it.
 Parse = Callable[[Any], Any]
 
 
@@ -62,22 +62,22 @@ def to_plain(value: Any) -> Any:
 
 
 def run(prepare: Callable[[Any], Answer]) -> None:
-  """Answers jobs with `prepare(setup)` until the input ends, then exits."""
+  """Runs a worker: does jobs by `prepare(setup)` until its input ends."""
   with contextlib.suppress(BrokenPipeError):
     _serve(prepare)
   with contextlib.suppress(OSError, ValueError):  # it may be closed
     sys.stderr.flush()
-  os._exit(0)  # without waiting for threads that functions started
+  os._exit(0)  # without waiting for threads of user code
 
 
 def _serve(prepare: Callable[[Any], Answer]) -> None:
   with contextlib.suppress(AttributeError, OSError):  # not on Linux
-    # Linux kills this process when the thread that started it ends.
+    # Linux kills this process when its parent thread ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
   requests = os.fdopen(os.dup(0), "rb")
   replies = os.dup(1)
-  # Functions that read or print must not disturb the messages.
+  # User code may read or print, but not disturb the messages.
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
   sys.stdout.reconfigure(line_buffering=True)  # lines survive a kill
@@ -119,7 +119,7 @@ class Job(NamedTuple):
   content: Any  # JSON for the worker
   count: int  # number of outcomes
   seconds: int | float  # time limit
-  place: int = 0  # jobs of a place share a worker, if workers are pinned
+  place: int = 0  # jobs with equal places share a pinned worker
 
 
 class Lost(Exception):
@@ -128,7 +128,7 @@ class Lost(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Process:
-  """A worker process, which one thread may use at a time."""
+  """A worker process, for one thread at a time."""
 
   module: str  # name of a module that calls `run`
   setup: bytes  # first line for the worker
@@ -148,7 +148,7 @@ class Process:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
-        # A function that uses JAX must not take the accelerator.
+        # User code with JAX must not take the accelerator.
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         start_new_session=True,  # no Ctrl-C; its children are killed with it
       )
@@ -168,7 +168,7 @@ class Process:
       raise Lost(str(error))
 
   def ask(self, line: bytes, job: Job, stop: Callable) -> Iterator[Any]:
-    """Sends a job's line, to a new process if needed; yields its outcomes.
+    """Sends a job's line (starts a process if needed); yields the outcomes.
 
     Kills the process and raises `Lost` after the time limit, if the process
     dies, or if `stop` (called every `_STOP` seconds) returns True.
@@ -282,11 +282,11 @@ class Submission:
     self.jobs = jobs
     self.done: queue.SimpleQueue = queue.SimpleQueue()
     self.abandoned = False
-    self.lost = 0  # jobs lost in a row; without a lock, so approximate
+    self.lost = 0  # jobs lost in a row; approximate, because there is no lock
 
 
 def abandon(submissions: Sequence[Submission]) -> None:
-  """Gives up submissions and kills the workers that are at their jobs."""
+  """Gives up submissions; workers at their jobs are killed."""
   for submission in submissions:
     submission.abandoned = True
 
@@ -301,7 +301,7 @@ class WorkerPool(contextlib.AbstractContextManager):
 
   def __init__(
     self,
-    module: ModuleType,  # has `parse`, and `prepare`, which makes an `Answer`
+    module: ModuleType,  # defines `parse`, and `prepare(setup)` -> `Answer`
     setup: Any,  # JSON for `prepare`
     workers: int,  # number of processes; 0 does the jobs in this process
     longest: int = 2**16,  # limit of bytes of an answer

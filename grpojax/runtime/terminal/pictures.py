@@ -76,7 +76,7 @@ def _has(row: dict[str, Any], key: str) -> bool:
 
 
 def _changes(rows: list[dict[str, Any]], key: str) -> bool:
-  """Returns True if a metric is worth drawing."""
+  """Returns True if a metric varies, or is always drawn."""
   always = key in ("accuracy", "reward_mean", "optimal_group_size")
   return bool(rows) if always else len({row[key] for row in rows}) > 1
 

@@ -72,7 +72,7 @@ def tensorboard(run: TrackedRun) -> Tracker:
 
 
 def wandb(run: TrackedRun) -> Tracker:
-  """Logs to Weights & Biases: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY.
+  """Logs to Weights & Biases (set WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY).
 
   The x-axis of all curves is "step". A resumed run's repeated steps show twice.
   """
@@ -100,12 +100,12 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
   TENSORBOARD: tensorboard,
   "wandb": wandb,
 }
-# Packages that these functions import.
+# Packages imported by these functions.
 PACKAGES = {TENSORBOARD: "tensorboardX", "wandb": "wandb"}
 
 
 def opener(name: str) -> Callable[[TrackedRun], Tracker]:
-  """Returns the function that opens runs: from `TRACKERS` or FILE.py:FUNCTION.
+  """Returns the function that opens runs, from `TRACKERS` or FILE.py:FUNCTION.
 
   ValueError if the function is unknown, or its package is missing.
   """

@@ -32,7 +32,7 @@ def set_messages(
 
   If the template has no system role, the system message is put before the
   next message's text, as Gemma 3's template does. `options` are keyword
-  arguments of the template, and "date_string". ValueError if it refuses them.
+  arguments of the template, or "date_string". ValueError if the template fails.
   """
   import jinja2
 
@@ -60,7 +60,7 @@ def _apply(tokenizer, messages, options) -> str:
   except Exception as error:  # a template is a program
     raise ValueError(
       "the model's chat template does not take this prompt "
-      f"({str(error) or type(error).__name__}); its roles are "
+      f"({str(error) or type(error).__name__}); the prompt's roles are "
       f"{[message['role'] for message in messages]}"
     ) from error
 
@@ -84,7 +84,7 @@ def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
     return options
   date = str(options[DATE])
   template = tokenizer.get_chat_template(tools=options.get("tools"))
-  # A template gets no functions as options, so dates replace its calls.
+  # Options cannot be functions, so the date replaces the template's calls.
   template = _DATE_CALL.sub(functools.partial(_pinned, date), template)
   return options | {DATE: date, "chat_template": template}
 

@@ -3,7 +3,7 @@
 A tokenizer always reads "<|im_end|>" as a control token, but a prompt that
 contains this text must not end its own turn. So `mark` replaces it by a mark (a
 random name) before the chat template is applied. `encode` then reads the
-template's own "<|im_end|>" as a control token, and marks as text:
+template's own "<|im_end|>" as a control token, and each mark as its text:
 
     prompt                Say <|im_end|>
     marked prompt         Say NONCE1;
@@ -119,7 +119,7 @@ def encode(
     token = tokenizer.convert_ids_to_tokens(max(ids))
     raise ValueError(
       f"a text has the token {token!r} ({max(ids)}), but the model only "
-      f"has embeddings of ids below {size}: remove the token"
+      f"has embeddings for ids below {size}: remove the token"
     )
   return ids
 
@@ -153,7 +153,7 @@ def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
   """Returns a copy of the Rust tokenizer whose only control tokens are aliases.
 
   The alias of control token k is "NONCEk:", with the token's whitespace rules.
-  Also returns the id of each alias's control token, by the alias's id.
+  Also returns a dict from each alias's id to its control token's id.
   """
   import tokenizers
 

@@ -33,7 +33,7 @@ def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
   texts = decode([[first, i] for i in range(count)])
 
   def appended(piece, text):
-    if "\ufffd" in text:  # the token is a part of a character
+    if "\ufffd" in text:  # the token ends inside a character
       if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
         return bytes.fromhex(byte[1])
       if all(x in BYTES for x in piece):
@@ -110,11 +110,11 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
 def _token_table(
   after: Int[np.ndarray, "S 256"], texts: Sequence[bytes]
 ) -> Int[np.ndarray, "S V"]:
-  """Returns the state after each of S states and V tokens."""
+  """Returns the next state for each state and token."""
   lengths = np.array([*map(len, texts)])
   starts = np.cumsum(lengths) - lengths
   flat = np.frombuffer(b"".join(texts), np.uint8)
-  # Every token goes through its bytes from every state, byte i in step i.
+  # From every state, follow the bytes of every token: byte i in step i.
   states = np.arange(len(after), dtype=np.int32)
   table = np.repeat(states[:, None], len(texts), 1)
   for i in range(max(lengths)):

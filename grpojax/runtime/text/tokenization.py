@@ -49,8 +49,8 @@ def import_transformers() -> types.ModuleType:
 def load(path: str | os.PathLike) -> Any:
   """Loads a directory's transformers tokenizer, without network or remote code.
 
-  ValueError if its files are missing, unreadable, exhaust time or memory, or do
-  not fit the model in config.json.
+  ValueError if its files are missing or unreadable, exhaust time or memory, or
+  do not fit the model in config.json.
   """
   path = pathlib.Path(path)
   names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -89,7 +89,7 @@ def load(path: str | os.PathLike) -> Any:
 
 
 def _check_size(path: pathlib.Path, tokenizer: Any, size: int) -> None:
-  """Raises ValueError for ordinary ids >= `size`; warns of added tokens."""
+  """Raises ValueError for tokens with ids >= `size`; warns of added tokens."""
   beyond = {i: x for x, i in tokenizer.get_vocab().items() if i >= size}
   used = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
   added = tokenizer.added_tokens_decoder.keys() - {*used}
@@ -142,7 +142,7 @@ TEMPLATE = "must hold {prompt} and no other field; double any other braces"
 
 
 def is_template(template: str, field: str = "prompt") -> bool:
-  """Returns True if a template has this field and no other: see `TEMPLATE`."""
+  """Returns True if `field` is a template's only field: see `TEMPLATE`."""
   return fields(template) == {field}
 
 
@@ -175,7 +175,7 @@ def encode_prompt(
 
   A chat template writes special tokens such as BOS itself; without a template,
   the tokenizer adds them. `special_tokens` is a key of `SPECIAL_TOKENS`: how to
-  read the name of a special token in a prompt. ValueError if it cannot be text.
+  read special tokens' names in prompts. ValueError if a name cannot be text.
   """
   options = template_options
   text = format_prompt(tokenizer, prompt, template, system_prompt, options)
@@ -197,7 +197,7 @@ def encode_prompt(
 
 
 def _encode_plain(tokenizer: Any, marked: str) -> list[int]:
-  """Returns a prompt's ids, with the BOS that the tokenizer adds but no EOS."""
+  """Returns a prompt's ids, with the tokenizer's BOS and without EOS."""
   ids = special_tokens_lib.encode(tokenizer, marked, True)
   bare = special_tokens_lib.encode(tokenizer, marked)
   bos = tokenizer.bos_token_id
@@ -266,7 +266,7 @@ def decode_completion(
       state = stop.table[state, stop.classes[token]]
       if state == len(stop.table):
         break
-      # In state 0 no stop string has begun: the text includes these tokens.
+      # In state 0 no stop string has begun, so the text has all tokens so far.
       before = before if state else len(tokens)
 
   def decode(tokens):

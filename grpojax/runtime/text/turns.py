@@ -119,7 +119,7 @@ class TurnEncoder:
     probe = _with_contents(observation, words)
     tail = self._pieces(probe)[-1]
     trouble = ""
-    # A tool's result may need a call before it, so messages get one turn.
+    # A template may refuse tool results without calls: messages get one turn.
     for user, answers in zip(_USERS, (_ANSWERS[1:], _ANSWERS), strict=True):
       answers = answers if is_text else answers[:1]
       whole = self._pieces(probe, user, answers)

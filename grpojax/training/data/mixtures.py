@@ -1,12 +1,12 @@
 """Mixtures of data sets: the section data.mixture.
 
-    data.mixture.easy.name = "arithmetic"    data set; default: the name, easy
+    data.mixture.easy.name = "arithmetic"    data set; default: the key, easy
     data.mixture.easy.path, .options         like data.path and data.options
     data.mixture.easy.weight = 3.0           relative share; default: 1
     data.mixture.easy.rewards = ("format",)  of reward.functions; default: all
 
-Examples have their data set's name (here easy) under `data.examples.SOURCE`,
-for reward functions and for metrics per data set.
+Each example has its data set's name (here easy) in the column
+`data.examples.SOURCE`, for reward functions and for metrics per data set.
 """
 
 import math
@@ -34,7 +34,7 @@ class Source(NamedTuple):
   path: str = ""
   options: Mapping[str, Any] = {}  # keyword arguments of its load function
   weight: float = 1.0  # relative share of prompts
-  # Labels of reward functions, () for all; the first decides what is right.
+  # Names of reward functions, () = all; the first one judges correctness.
   rewards: Sequence[str] = ()
 
 
@@ -53,7 +53,7 @@ def sources(settings: TrainSettings) -> dict[str, Source]:
 
 
 def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
-  """Maps reward functions that skip some data sets to those they score."""
+  """Maps reward functions that skip data sets to the data sets they score."""
   parts = sources(settings)
   scored = {}
   for name in map(label, settings.reward.functions):
@@ -64,7 +64,7 @@ def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
 
 
 def judges(settings: TrainSettings) -> dict[str, str]:
-  """Returns per data set the reward function that decides what is right."""
+  """Maps each data set to the reward function that judges correctness."""
   default = label(settings.reward.functions[0])
   parts = sources(settings)
   return {name: (*x.rewards, default)[0] for name, x in parts.items()}

@@ -39,7 +39,7 @@ def template_options(settings: TrainSettings, policy: Policy) -> dict[str, Any]:
 
 
 def encoder(settings: TrainSettings, policy: Policy):
-  """Returns `(prompt) -> (text, ids)` in the policy's format."""
+  """Returns `(prompt) -> (text, ids)`, which formats and tokenizes a prompt."""
   data = settings.data
   return functools.partial(
     tokenization.encode_prompt,
@@ -90,7 +90,7 @@ def trim(prompts: Prompts) -> Prompts:
 
 
 def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
-  """Returns trimmed batches that contain each held-out example once."""
+  """Returns trimmed batches with each held-out example once."""
   size = settings.eval.batch_size
   untrimmed = prompt_batches(
     settings, policy, examples, batch_size=size, shuffle=False, repeat=False
@@ -143,6 +143,6 @@ def prompts_of(
 
 
 def device_reward(settings: TrainSettings, policy: Policy):
-  """Returns the functions `(target, reward)` that score ids on the device."""
+  """Returns the functions `(target, reward)` of the on-device reward."""
   (name,) = settings.reward.functions
   return exact_ids.ON_DEVICE[name](policy.tokenizer, policy.eos_ids)

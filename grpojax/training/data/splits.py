@@ -1,7 +1,7 @@
 """Training and held-out examples, without prompts that are too long.
 
-A run reads all examples of a finite data set at the start, so that it finds
-long prompts before training, and changed data when it resumes.
+A run reads all examples of a finite data set when it starts or resumes, to find
+too long prompts and changed data before it trains.
 """
 
 import dataclasses
@@ -35,20 +35,20 @@ MEASURED = 4096
 FINGERPRINTED = 256
 """Number of examples in the fingerprint of an endless data set."""
 
-_REPORT_EVERY = 10.0  # seconds between progress lines of a long pass
+_REPORT_EVERY = 10.0  # seconds between progress lines while reading
 
 
 class Split(NamedTuple):
   """Examples of a split, without prompts that are too long."""
 
   examples: Any  # with random access
-  dropped: int = 0  # number of examples with too long prompts
+  dropped: int = 0  # number of examples left out
   fingerprint: str = ""  # SHA-256 of all examples' JSON, in order
   # Tokens per prompt; in an endless data set only of the first prompts.
   lengths: Int[np.ndarray, "n"] | None = None
   # Hash of each prompt's text; empty for an endless data set.
   prompts: Int[np.ndarray, "n"] = np.empty(0, np.int64)
-  key: str = ""  # fingerprint of everything that determines the lengths
+  key: str = ""  # hash of all inputs from which lengths are computed
   parts: Mapping[str, Any] = {}  # splits of a mixture's data sets by name
 
 
@@ -57,7 +57,7 @@ def with_prompt_length(
 ) -> TrainSettings:
   """Replaces data.max_prompt_length = 0 by the length of the longest prompt.
 
-  Only a part of an endless data set is measured, so its length is rounded up to
+  Only a part of an endless data set is measured, so the length is rounded up to
   a power of 2, at least 32.
   """
   if settings.data.max_prompt_length:
@@ -105,11 +105,11 @@ def load_split(
   check_signals: Callable[[], None] = lambda: None,
   examples: Any = None,
 ) -> Split:
-  """Returns a split without too long prompts (data.max_prompt_length).
+  """Returns a split without the prompts longer than data.max_prompt_length.
 
-  The policy's tokenizer measures prompts, unless their lengths are in `cache`,
-  a file of `save_lengths`. `check_signals` is called between examples, which
-  come from `load_examples` by default.
+  ValueError if there are such prompts, unless data.too_long = "drop". Lengths
+  come from `cache`, a file of `save_lengths`, or else from the tokenizer.
+  `examples` default to `load_examples`; `check_signals` is called at each.
   """
   fit = functools.partial(_fit, settings, policy, cache, check_signals)
   if examples is None:
@@ -184,7 +184,7 @@ def _fit(
 def fingerprint(
   examples: Any, check_signals: Callable[[], None]
 ) -> tuple[str, Int[np.ndarray, "n"]]:
-  """Returns `Split.fingerprint` and `Split.prompts` of the examples."""
+  """Returns a hash of all examples, and a hash of each prompt's text."""
   endless = len(examples) >= ENDLESS
   digest = hashlib.sha256()
   count = FINGERPRINTED if endless else len(examples)
@@ -208,7 +208,7 @@ def prompt_lengths(
   most: int,
   check_signals: Callable[[], None],
 ) -> Int[np.ndarray, "n"]:
-  """Returns the number of tokens of each of the first `most` prompts."""
+  """Returns token counts of the first `most` prompts, or of all if fewer."""
   lengths = np.empty(min(len(examples), most), np.int32)
   for i in _with_progress(len(lengths), "measured", check_signals):
     prompt = examples[i]["prompt"]
@@ -243,7 +243,7 @@ def _prompts_of_run(settings: TrainSettings) -> int:
 
 
 def _digest(settings: TrainSettings, policy: Policy) -> str:
-  """Returns a hash of tokenizer and prompt format, which set the lengths."""
+  """Hashes the tokenizer and prompt format, which determine the lengths."""
   digest = hashlib.sha256()
   for name in hf.COMPANIONS:
     file = policy.directory / name
@@ -273,5 +273,5 @@ def _saved_lengths(file: pathlib.Path | None, split: str, key: str):
     with np.load(file, allow_pickle=False) as arrays:
       known = str(arrays[f"{split} key"]) == key
       return arrays[split] if known else None
-  except Exception:  # many types, if the file is damaged
+  except Exception:  # damaged files raise many types of errors
     return None

@@ -39,7 +39,7 @@ def after(record: Record, baseline: Row | None, row: Row) -> Record:
 
 
 def without_lost(record: Record, steps: Sequence[int]) -> Record:
-  """Removes the best state if its step has no checkpoint."""
+  """Removes the best state from a record if its step has no checkpoint."""
   if step(record) in (None, *steps):
     return record
   return {name: value for name, value in record.items() if name != "best"}
@@ -52,7 +52,7 @@ def step(record: Record) -> int | None:
 
 
 def stopping(record: Record, limit: int) -> str | None:
-  """Returns the reason to end: `limit` evaluations without gain; else None."""
+  """Returns a reason to end after `limit` evaluations without gain, or None."""
   count = record.get("without_gain", 0)
   if not 0 < limit <= count:
     return None

@@ -137,11 +137,11 @@ def evaluate(
 ) -> Evaluation:
   """Samples and scores completions of every batch of a data set.
 
-  Uses `params`, not the policy's parameters. The last batch may be shorter;
-  without a mesh a single device is used. `step` is the number of finished
-  steps, for rewards that depend on it (`scoring.with_step`). `check_signals` is
-  called before each batch in all processes (`together`) and while waiting;
-  `on_progress` gets the number of finished prompts, at first 0.
+  Uses `params`, not the policy's parameters; without a mesh a single device.
+  The last batch may be smaller. `step` is the number of finished steps, for
+  rewards that depend on it (`scoring.with_step`). `check_signals` is called
+  before each batch, there with `together=True` in all processes, and while
+  waiting; `on_progress` gets the number of finished prompts, starting with 0.
   """
   rewards = []
   texts = []
@@ -154,7 +154,7 @@ def evaluate(
   for i, (prompts, examples) in enumerate(batches):
     check_signals(together=True)
     examples = scoring.with_step(pool, examples, step, settings.steps)
-    # Fill the last batch with empty prompts, so that one program is compiled.
+    # Fill the last batch with empty prompts, to compile a single program.
     missing = settings.eval.batch_size - len(prompts.prompt_ids)
     pad = lambda x, n=missing: np.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1))
     padded = jax.tree.map(pad, prompts)
@@ -193,7 +193,7 @@ Answer = Callable[[str, str], str | None]
 
 
 def answer_reader(settings: TrainSettings, name: str) -> Answer:
-  """Returns the function that extracts answers for a reward of `VOTING`."""
+  """Returns the answer extractor of a reward function in `VOTING`."""
   if name == "exact_answer":
     return lambda completion, prompt: exact.given_answer(completion)
   options = scoring.reward_options(settings)[name]
@@ -222,9 +222,9 @@ def per_prompt(
 ) -> dict[str, np.ndarray]:
   """Returns metrics per prompt, [prompts], by name.
 
-  The metrics are pass@k for each of `ks`, or the accuracy of first completions
-  without `ks`; maj@k if there is an `answer`; and the mean reward, if every
-  completion has one and rewards are `graded` or not all 0 or 1. A single prompt
+  The metrics are pass@k for each of `ks`, or the first completion's accuracy if
+  `ks` is empty; maj@k if there is an `answer`; and the mean reward, if no
+  reward is missing and rewards are `graded` or not all 0 or 1. A single prompt
   has only the accuracy, because other intervals need several prompts.
   """
   right = result.rewards >= CORRECT
@@ -243,7 +243,7 @@ def per_prompt(
 def _with_interval(
   values: Mapping[str, np.ndarray], rows: Int[np.ndarray, "n"]
 ) -> dict[str, np.ndarray]:
-  """Selects rows of metrics; for a single row only the accuracy."""
+  """Selects prompts; if there is a single prompt, keeps only the accuracy."""
   several = len(rows) > 1
   names = [name for name in values if several or name == "accuracy"]
   return {name: values[name][rows] for name in names}

@@ -22,7 +22,7 @@ Around = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
 def parse(text: str) -> range:
-  """Parses profile.steps: "10:12" means steps 10, 11 and 12; "" no step."""
+  """Parses profile.steps: "10:12" means steps 10, 11, 12; "" means none."""
   if not text:
     return range(0)
   parts = re.fullmatch(r"(\d+):(\d+)", text)
@@ -35,7 +35,7 @@ def parse(text: str) -> range:
 def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
   """Yields `(step) -> context manager`, which traces a step of profile.steps.
 
-  `text` is profile.steps, `done` the number of steps in a run's earlier starts.
+  `text` is profile.steps; `done` is the number of steps before this start.
   The trace ends after its last step, or with the context. Writing a large trace
   may fail, so close the context after the state is saved.
   """

@@ -55,7 +55,7 @@ SHOWN = (
 
 
 class Eta(NamedTuple):
-  """Durations measured since the start of the program."""
+  """Measured durations of steps and pauses, to predict the remaining time."""
 
   steps: int = -1  # number of timed steps; the first is slow and not counted
   seconds: float = 0.0  # seconds of timed steps, without compilation
@@ -63,12 +63,12 @@ class Eta(NamedTuple):
   paused: float = 0.0  # seconds of pauses: evaluations, saving, ...
 
   def after_step(self, seconds: float) -> "Eta":
-    """Adds a step."""
+    """Adds the duration of a step."""
     total = self.seconds + seconds if self.steps >= 0 else 0.0
     return self._replace(steps=self.steps + 1, seconds=total)
 
   def after_pause(self, seconds: float) -> "Eta":
-    """Adds the time between two steps."""
+    """Adds the duration of a pause between two steps."""
     return self._replace(pauses=self.pauses + 1, paused=self.paused + seconds)
 
 
@@ -154,7 +154,7 @@ def record(run: Run, row: dict[str, Any]) -> None:
 
 
 def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
-  """Returns the recorded evaluations of `step`, on as many prompts as now."""
+  """Returns recorded evaluations of `step` on the current number of prompts."""
   key = step, len(run.held_out.examples)
   return [
     row
@@ -240,7 +240,7 @@ def _first_samples(result: evaluation.Evaluation, count: int) -> list[dict]:
 
 
 def warn_of_shortcut(baseline: dict[str, Any], row: dict[str, Any]) -> None:
-  """Warns if rewards rise and completions shrink, but none is correct."""
+  """Warns if rewards rise and completions get shorter, but all are wrong."""
   names = REWARD, "held_out_length"
   if row["accuracy"] or not all(n in x for n in names for x in (baseline, row)):
     return

@@ -20,7 +20,7 @@ from grpojax.training.report import verdict
 from grpojax.training.run import run_directory
 
 FAILURES = 200  # maximum number of failed rewards shown per run
-EPISODES = "path", "tools"  # environment settings that cause episodes
+EPISODES = "path", "tools"  # settings that turn the environment on
 
 Rows = list[dict[str, Any]]
 
@@ -63,8 +63,8 @@ def read_samples(
 ) -> tuple[Rows, dict[str, int]]:
   """Reads samples.jsonl for as many steps as fit into `budget` bytes.
 
-  Also returns the number of `steps` in the file and of `kept_steps`, the only
-  steps whose rows are parsed, because the file may be larger than memory.
+  Parses no other rows, because the file may be larger than memory. Also returns
+  the number of `steps` in the file, and of `kept_steps` in the result.
   """
   sizes: dict[int, int] = collections.defaultdict(int)
   try:
@@ -182,7 +182,7 @@ def _settings(runs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 def _short_names(paths: Sequence[pathlib.Path]) -> list[str]:
-  """Names runs by the ends of their paths, the shortest that differ."""
+  """Returns the shortest ends of the paths that distinguish all runs."""
   parts = [path.absolute().parts for path in paths]
   for count in range(1, max(map(len, parts)) + 1):
     names = ["/".join(path_parts[-count:]) for path_parts in parts]
@@ -198,8 +198,8 @@ def report(
 ) -> str:
   """Returns the HTML report; ValueError for a directory without a run.
 
-  The default `names` are ends of the paths. `finished` is True for a single run
-  that is finished but has not written its summary yet.
+  By default runs are named by the ends of their paths. `finished` is True for a
+  single run that is finished but has not written its summary yet.
   """
   for path in paths:
     # A config.json is not enough: model directories also have it.

@@ -6,7 +6,7 @@ are written to samples.jsonl, one row per completion:
     step              as in metrics.jsonl
     group             number of the group in the batch, from 0
     prompt            text that the model read
-    completion        text without the EOS; of a trajectory the last turn
+    completion        text without the EOS; in a trajectory, of the last turn
     turns             only in trajectories, for each turn: "by" (model or
                       environment), "text", number of "tokens", and "reward"
     answer            reference answer of the example, or null
@@ -19,10 +19,10 @@ are written to samples.jsonl, one row per completion:
     tokens            text of each token, the EOS included
     logprobs          rollout log-probability per token, in nats; null, like
                       the fields below, for tokens of an environment
-    trainer_logprobs  the same from the training program before the update, for
-                      loss.old_logprobs="trainer" and several updates per step.
-                      Null, like ref_logprobs, if they were not computed
-                      because the sample has no gradient
+    trainer_logprobs  the same from the training program before the update; only
+                      with loss.old_logprobs="trainer" and several updates per
+                      step. Null, like ref_logprobs, for samples without a
+                      gradient, for which they are not computed
     ref_logprobs      the same from the reference policy, if any
 
 Every step writes a row to rewards.jsonl, whose `counts` are pairs of a reward
@@ -174,7 +174,7 @@ def _number(value: Any, digits: int = 6) -> float | None:
 
 
 def _numbers(values, mask: np.ndarray, digits: int = 6) -> Any:
-  """Rounds a completion's number, or the numbers of its tokens."""
+  """Rounds a number per completion, or a list of numbers per token."""
   if values.ndim == 0:
     return _number(values, digits)
   return [_number(x, digits) for x in values[mask]]

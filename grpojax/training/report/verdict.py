@@ -18,7 +18,7 @@ _NO_SIGNAL = {
   "skipped_updates": "gradients were not finite",
   "zero_variance_groups": "no group's rewards differed",
 }
-_OFTEN = 0.05  # minimum share of steps with a problem that is shown
+_OFTEN = 0.05  # minimum share of steps that have a problem, to show it
 _QUARTER = 4  # minimum number of steps in a quarter, to see a trend
 
 
@@ -87,7 +87,7 @@ def _stop(run: Facts) -> str | None:
 
 
 def _no_signal_reason(row: Row) -> str:
-  """Returns the reason why a step taught nothing; "" for other steps."""
+  """Returns the reason why a step gave no signal; "" for other steps."""
   for name, why in _NO_SIGNAL.items():
     # An update with no token in the loss is skipped, too, with gradient 0.
     finite = name == "skipped_updates" and "grad_norm" in row
@@ -98,7 +98,8 @@ def _no_signal_reason(row: Row) -> str:
 
 def _learned_nothing(run: Facts) -> str | None:
   reasons = collections.Counter(map(_no_signal_reason, run.steps))
-  rose = run.gain and run.gain["low"] > 0  # some advantages compare groups
+  # Some advantages compare groups, and learn even if each has equal rewards.
+  rose = run.gain and run.gain["low"] > 0
   if rose or "" in reasons:
     return None
   total = len(run.steps)

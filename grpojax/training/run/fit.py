@@ -57,7 +57,7 @@ class _PromptStream:
     self._batches = iter(())
 
   def open(self, state: TrainState, group_size: int) -> None:
-    """Opens the stream at the state's position, unless it is open there."""
+    """Opens the stream at the state's position, unless it is already there."""
     settings = self._run.settings
     policy = self._run.policy
     args = settings, policy, self._run.train.examples, group_size
@@ -70,7 +70,7 @@ class _PromptStream:
       self._batches = prompts_lib.training_batches(*args, start, parts)
 
   def take(self, step: int, count: int = 1):
-    """Returns the next `count` parts; Stopped if data are missing or new."""
+    """Returns the next `count` parts; Stopped if data are gone or changed."""
     run = self._run
     try:
       prompts, examples = prompts_lib.take(self._batches, count, run.mesh)
@@ -89,7 +89,7 @@ def remaining_steps(
   check_signals: CheckSignals,
   around: profiling.Around = lambda step: contextlib.nullcontext(),
 ) -> Iterator[tuple[TrainState, Progress]]:
-  """Runs and logs each remaining step in `around(step)`; yields its result."""
+  """Runs each remaining step in the context `around(step)`; yields results."""
   settings = run.settings
   eta = reporting.Eta()
   stream = _PromptStream(run)
@@ -125,7 +125,7 @@ def remaining_steps(
     upcoming = stream.take(number + 1, parts) if ahead else None
     diagnosed = every > 0 and (number - 1) % every == 0
     if settings.sampling.ahead and not ahead:
-      diagnosed = False  # the last step samples nothing to diagnose
+      diagnosed = False  # the last step samples nothing ahead
     step = make_step(group_size)
     take = functools.partial(stream.take, number)
     with around(number):
@@ -252,7 +252,7 @@ def fit(
 
 
 def _saved(run: Run, step: int) -> str:
-  """Returns a line with the saved step and, if the last, the missing files."""
+  """Returns a line: the saved step and, after the last step, missing files."""
   names = run_directory.MODEL, run_directory.REPORT, run_directory.SUMMARY
   missing = [name for name in names if not run.file(name).exists()]
   text = f"saved step {step}"
@@ -266,7 +266,7 @@ def run(
   directory: pathlib.Path,
   sync: Callable[..., None] = lambda lazily=False: None,
 ) -> dict[str, Any] | None:
-  """Starts or resumes a training run; returns its summary, or None if finished.
+  """Starts or resumes a run; returns its summary, None if already finished.
 
   `sync` uploads changes of the directory (`run_storage.opened`).
 

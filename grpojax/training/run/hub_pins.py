@@ -1,7 +1,7 @@
 """Commits of a run's repositories on the Hugging Face Hub.
 
 At its start a run records `commits`, lines KIND:ORG/NAME@REVISION=COMMIT. They
-are used to resume, evaluate and export it, even if a branch moves.
+are used when the run is resumed, evaluated or exported, even if a branch moved.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def _commits(lines: Any) -> dict[str, str]:
 
 
 def _repositories(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
-  """Returns (kind, name) of texts that look like Hub names, by "KIND:NAME"."""
+  """Maps "KIND:NAME" to (kind, name) for settings that look like Hub names."""
   texts = [("model", _model(settings)), ("model", settings.model.teacher)]
   texts.append(("model", settings.reward.model))
   for source in mixtures.sources(settings).values() or [settings.data]:
@@ -90,7 +90,7 @@ def with_commits(
 def pin(settings: TrainSettings) -> TrainSettings:
   """Adds the current commits of all repositories on the Hub.
 
-  ValueError if the Hub does not answer, or for model.revision of a local path.
+  ValueError if the Hub does not answer, or if a local model has a revision.
   """
   before = _commits(settings.commits)
   commits = {}
@@ -127,5 +127,5 @@ def conflicts(settings: TrainSettings) -> Iterator[tuple[str, str]]:
     kind, _, name = key.partition(":")
     good = kind in hub.KINDS and hub.parse(name) and "@" in name
     if not (good and hub.is_commit(commit)):
-      remedy = "lines KIND:ORG/NAME@REVISION=COMMIT. A run fills it in: use ()"
+      remedy = "must be KIND:ORG/NAME@REVISION=COMMIT. Runs fill it in: use ()"
       yield "commits", remedy

@@ -50,7 +50,7 @@ def _cache(
   names: tuple[str, ...],
   in_8_bits: bool = False,
 ) -> Part:
-  """Returns the key-value cache; `names` are settings of prompts and groups."""
+  """Returns the key-value cache; `names` are settings of its batch size."""
   itemsize = jnp.dtype(settings.model.dtype).itemsize
   # Numbers per token: a key and a value in each layer.
   token = 2 * model.layers * model.kv_heads * model.head_dim
@@ -152,7 +152,7 @@ def gigabytes(size: int) -> str:
 
 
 def refuse(phases: Phases, limit: int | None = None) -> None:
-  """Raises ValueError if a phase exceeds `limit` bytes (None: a device's)."""
+  """Raises ValueError if a phase exceeds `limit` (default: device memory)."""
   if limit is None:
     limit = device_bytes(jax.local_devices()[0])
 
@@ -182,14 +182,14 @@ def refuse(phases: Phases, limit: int | None = None) -> None:
 def host_bytes(root: str | os.PathLike = "/") -> int:
   """Returns the memory of this machine or container in bytes, with swap space.
 
-  If a control group has a smaller limit, it replaces the physical memory.
+  A smaller limit of a control group replaces the physical memory.
   `root` is the directory of `proc` and `sys`.
   """
 
   def read(name: str) -> str:
     try:
       return pathlib.Path(root, name).read_text()
-    except OSError:  # not on every kernel
+    except OSError:  # some systems lack the file
       return ""
 
   memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -204,7 +204,7 @@ def host_bytes(root: str | os.PathLike = "/") -> int:
 
 
 def device_bytes(device: jax.Device) -> int | None:
-  """Returns a device's memory in bytes, if known; CPUs share the host's."""
+  """Returns a device's memory in bytes, if known; CPUs share host memory."""
   limit = (device.memory_stats() or {}).get("bytes_limit")
   if limit or device.platform != "cpu":
     return limit or None

@@ -63,7 +63,7 @@ def settle(
 ) -> TrainSettings | None:
   """Adds the date of the chat template and the commits of models and data.
 
-  A resumed run keeps those of its start. Returns None for a finished run.
+  A resumed run keeps its recorded values. Returns None for a finished run.
   ValueError for an unusable directory, or if processes differ.
   """
   if distributed.several():
@@ -95,7 +95,7 @@ def settle(
 
 
 def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
-  """Returns checksums of this package's files, which may differ by host."""
+  """Returns checksums of grpojax's files, which may differ between hosts."""
   return "\n".join(
     f"{path.relative_to(root)}: crc32 {zlib.crc32(path.read_bytes()):08x}"
     for path in sorted(root.rglob("*.py"))
@@ -103,7 +103,7 @@ def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
 
 
 def _files(settings: TrainSettings) -> dict[str, str]:
-  """Returns texts or hashes, by path, of files that may differ by host."""
+  """Maps files that may differ between hosts to their texts or hashes."""
   model = settings.model
   paths = filter(None, (model.path, model.teacher, settings.reward.model))
   files = {f"the model in {path}": _model_files(path) for path in paths}
@@ -255,7 +255,7 @@ def resume(
 
   Evaluates the starting weights (in `state`), unless they were evaluated before
   on the same number of prompts. ValueError if data, files or frozen weights
-  changed, and for a damaged or foreign checkpoint.
+  changed, or if the checkpoint is damaged or belongs to another model.
   """
   step = checkpoint.latest_step(checkpointer)
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
@@ -340,7 +340,7 @@ def _jax_facts(before: dict[str, str]) -> dict[str, str]:
 
 
 def _file_hashes(run: Run) -> dict[str, str]:
-  """Returns hashes of the files of prompts, rewards and teacher, by path."""
+  """Maps the files behind prompts, rewards and teacher to their hashes."""
   settings = run.settings
   policy = run.policy
   files = {x: y.encode() for x, y in _user_files(settings).items()}
@@ -360,7 +360,7 @@ _ALTERNATIVES = (
 
 
 def _changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
-  """Returns a line if files changed; `before` is {} for old runs."""
+  """Returns a line if files changed, unless `before` is {}, as in old runs."""
   names = sorted({*before, *now} if before else ())
   changed = [name for name in names if before.get(name) != now.get(name)]
   return changed and [

@@ -19,8 +19,8 @@ class Trouble(NamedTuple):
   stop_from: float  # smallest value that counts towards `stop.NAME`
   words: str  # text for the progress line, which formats the value
   meaning: str  # text for a stopped run
-  value: Callable[[Row], float] | None = None  # of a row; None: metric NAME
-  show_from: float | None = None  # smallest value to print; None: `stop_from`
+  value: Callable[[Row], float] | None = None  # None: the metric NAME
+  show_from: float | None = None  # smallest to print; None: `stop_from`
 
   @property
   def shown(self) -> float:
@@ -66,10 +66,10 @@ STOP_CONDITIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-  """Progress of a run in addition to its state, in JSON's types."""
+  """Progress of a run, saved with its state; all fields are JSON values."""
 
   baseline: dict[str, float] | None = None  # evaluation of starting weights
-  train_seconds: float = 0.0  # of steps, evaluations and saves, in all starts
+  train_seconds: float = 0.0  # steps, evaluations and saves since step 0
   # Number of steps per stop condition: in total, and the latest in a row
   steps_with: dict[str, int] = dataclasses.field(default_factory=dict)
   in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -121,9 +121,9 @@ def after(progress: Progress, row: Row) -> Progress:
 
 
 def with_pooled_group_size(progress: Progress, row: Row) -> dict[str, Any]:
-  """Replaces G* in a diagnosed step's row by G* pooled over all diagnoses.
+  """Replaces G*, the best group size, by an estimate from all diagnoses.
 
-  Removes G* if its interval is uninformative, 1 to inf.
+  Removes G* from the row if its interval is uninformative, 1 to inf.
   """
   names = [f"optimal_group_size{end}" for end in ("", "_low", "_high")]
   *_, low, high = (float(row[name]) for name in names)
@@ -138,7 +138,7 @@ def with_pooled_group_size(progress: Progress, row: Row) -> dict[str, Any]:
 
 
 def troubles(row: Row) -> list[str]:
-  """Returns a text per stop condition whose value is printed for this step."""
+  """Returns a text per stop condition that the progress line should show."""
   return [
     STOP_CONDITIONS[name].words.format(value)
     for name, value in _values(row).items()

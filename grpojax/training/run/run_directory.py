@@ -111,7 +111,7 @@ def write_config(path: Path, settings: TrainSettings) -> None:
 
 
 def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
-  """Returns allowed and other changes, as lines "key: old -> new"."""
+  """Returns allowed and forbidden changes, as lines "key: old -> new"."""
   run = saved(path)
   if not run:
     return [], []
@@ -150,7 +150,7 @@ def model_directory(path: Path) -> pathlib.Path:
 
 
 def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
-  """Returns True if a run is finished, with nothing left for `settings`."""
+  """Returns True if a run is finished and `settings` do not extend it."""
   try:
     done = json.loads((pathlib.Path(path) / SUMMARY).read_bytes())["steps"]
   except (KeyError, OSError, RecursionError, TypeError, ValueError):
@@ -189,11 +189,11 @@ def say_restart(path: Path) -> None:
 
 
 def check(path: Path, settings: TrainSettings) -> bool:
-  """Checks if a directory can hold a run with these settings; only reads.
+  """Checks whether a directory can hold a run with these settings.
 
-  Returns True for a run to resume. Its config may differ in `CHANGEABLE`
-  settings, and before its first step in any. ValueError for other changes, a
-  lower number of steps, lost checkpoints, or files that belong to no run.
+  Writes nothing. Returns True for a run to resume. Only `CHANGEABLE` settings
+  may differ from its config, except before its first step. ValueError for other
+  changes, fewer steps, lost checkpoints, or files that belong to no run.
   """
   path = pathlib.Path(path)
   checkpoints = run_storage.checkpoints(path)
@@ -227,7 +227,7 @@ def check(path: Path, settings: TrainSettings) -> bool:
 
 
 def _check_unused(path: pathlib.Path) -> None:
-  """Raises ValueError unless a directory without a valid config is empty."""
+  """Raises ValueError if a directory without a valid config has other files."""
   if (path / CONFIG).exists() and is_run(path):
     raise ValueError(
       f"{path / CONFIG} cannot be read, but {path} has checkpoints: restore "
@@ -257,7 +257,7 @@ def open_run(path: Path, settings: TrainSettings) -> bool:
 
 
 def own_files(path: Path) -> None:
-  """Replaces links among a run's files by copies; targets stay unchanged."""
+  """Replaces links among a run's files by copies of their targets."""
   for name in (*_REPLACED, CHANGES):
     file = pathlib.Path(path) / name
     if file.is_file() and file.is_symlink():
@@ -271,7 +271,7 @@ def own_files(path: Path) -> None:
 def remove_torn(path: Path) -> None:
   """Removes temporary files of killed processes; needs the run's lock.
 
-  Reports of the last minute stay, because other programs may be writing them.
+  Recent reports stay, because other programs may still be writing them.
   """
   for file in pathlib.Path(path).iterdir():
     name = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", file.name)
@@ -284,7 +284,7 @@ def remove_torn(path: Path) -> None:
 def record_changes(path: Path, settings: TrainSettings) -> list[str]:
   """Records changed settings and returns them as lines.
 
-  New `steps` or `stop.no_improvement` remove a run's summary and model.
+  A new value of `steps` or `stop.no_improvement` removes summary and model.
   """
   path = pathlib.Path(path)
   lines, _ = changed(path, settings)

@@ -32,7 +32,7 @@ Sync = Callable[..., None]  # `(lazily=False)`; see `opened`
 
 REFERENCE = "reference_params"  # the reference policy, saved once
 CHECKPOINTS = "checkpoints"  # STEP/ with a `TrainState`
-ORIGIN = ".origin"  # in a copy of gs://, contains its URL
+ORIGIN = ".origin"  # file in a copy: the original's URL
 PUSH = 60  # seconds between uploads of records
 
 _BY_ORBAX = (REFERENCE, CHECKPOINTS)  # only Orbax reads and writes these
@@ -58,24 +58,24 @@ def is_url(path: str | os.PathLike) -> bool:
 
 
 def checkpoints(path: str | os.PathLike) -> epath.Path:
-  """Returns the path of a run's checkpoints; of a copy, on gs://."""
+  """Returns the path of a run's checkpoints, on gs:// for a local copy."""
   return origin(path) / CHECKPOINTS
 
 
 def reference(path: str | os.PathLike) -> epath.Path:
-  """Returns the path of a run's reference policy; of a copy, on gs://."""
+  """Returns the path of the reference policy, on gs:// for a local copy."""
   return origin(path) / REFERENCE
 
 
 def origin(local: str | os.PathLike) -> epath.Path:
-  """Returns the URL that a directory is a copy of, else the directory."""
+  """Returns the URL of a copy's original; other directories stay the same."""
   file = pathlib.Path(local) / ORIGIN
   return epath.Path(file.read_text() if file.is_file() else local)
 
 
 @contextlib.contextmanager
 def naming(local: pathlib.Path, url: str) -> Iterator[None]:
-  """Replaces the path of a copy in error messages by its URL."""
+  """Replaces a local copy's path in error messages by the original URL."""
   try:
     yield
   except (ValueError, SystemExit, disk.WriteFailed) as error:
@@ -89,7 +89,7 @@ def naming(local: pathlib.Path, url: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors(url: str, verb: str, kind: type[Exception]) -> Iterator[None]:
-  """Converts any error of gs:// to one sentence in an error of type `kind`."""
+  """Converts errors of gs:// to type `kind`, with a message of one sentence."""
   try:
     yield
   except (kind, interrupts.Left):
@@ -120,7 +120,7 @@ def _rank(name: str) -> int:
 
 
 def _list_remote(fs: Any, root: str, url: str) -> list[str]:
-  """Lists files except Orbax's; ValueError for files without a config.json."""
+  """Lists files except Orbax's; ValueError if they include no config.json."""
   fs.invalidate_cache()
   try:
     names = [path[len(root) + 1 :] for path in fs.find(root)]
@@ -169,7 +169,7 @@ def _download(fs, root: str, local: pathlib.Path, names: Iterable[str]) -> None:
 def _upload(
   fs: Any, root: str, local: pathlib.Path, before: dict[str, Any]
 ) -> dict[str, Any]:
-  """Uploads changes since `before`; returns the states for the next call."""
+  """Uploads changes since `before`; returns the next call's `before`."""
   now = _list_local(local)
   for name in sorted(before.keys() - now.keys(), key=_rank, reverse=True):
     with contextlib.suppress(FileNotFoundError):
@@ -184,7 +184,7 @@ def _upload(
 def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
   """Holds the lock of a run directory, an object created exclusively.
 
-  ValueError that names the holder if the lock exists. Only the user can remove
+  If the lock exists, the ValueError names its holder. Only the user can remove
   the lock of a killed process.
   """
   path = f"{root}/{LOCK}"
@@ -276,11 +276,11 @@ def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
   """Opens a run directory for writing; on gs:// a local copy of it.
 
   Yields the directory and a function that uploads its changes. With
-  `lazily=True` it uploads at most every `PUSH` seconds, again after a failure.
+  `lazily=True` it uploads at most every `PUSH` seconds and retries failures.
 
   Raises:
     ValueError: in all processes, if any process cannot use the directory.
-    interrupts.Left: SIGTERM in a single process, on gs://.
+    interrupts.Left: SIGTERM arrived (only gs:// with a single process).
     disk.WriteFailed: the last changes could not be uploaded; a printed line
       names the local copy, which stays.
   """
@@ -309,7 +309,7 @@ def local(path: str | os.PathLike) -> pathlib.Path:
 
 @functools.cache
 def _cached_copy(url: str) -> pathlib.Path:
-  """Downloads changed files of a model or run; ValueError if it has none."""
+  """Downloads changed files of a model or run; ValueError if none exist."""
   fs, root = _file_system(url)
   mark = fsspec.utils.tokenize(url)[:12]
   path = disk.user_cache() / f"{url.rpartition('/')[2]}-{mark}"

@@ -42,7 +42,7 @@ def make_mesh(
 
 
 def open_policy(settings: TrainSettings) -> Policy:
-  """Opens the model without weights; ValueError if files or loss do not fit."""
+  """Opens the model without weights; ValueError if unsuitable for the loss."""
   model = settings.model
   path = hub_pins.model(settings)
   policy = policies.open_policy(
@@ -95,7 +95,7 @@ def with_weights(
 ) -> Policy:
   """Loads the weights of a policy and its teacher; adds adapters, if any.
 
-  Without a mesh uses a single device. ValueError for weights that do not fit.
+  Without a mesh uses a single device. ValueError if weights do not match.
   """
   shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)
   dtype = settings.model.dtype
@@ -104,7 +104,7 @@ def with_weights(
     policy = policy._replace(teacher=teacher)
   if not settings.lora.rank:
     return policies.with_weights(policy, "float32", shardings)
-  # Frozen weights get no updates, so they need no more than model.dtype.
+  # Frozen weights get no updates, so model.dtype is precise enough.
   policy = policies.with_weights(policy, dtype, shardings)
   options = dataclasses.asdict(settings.lora)
   return policies.with_adapters(policy, seed_key(settings.seed), **options)

@@ -54,7 +54,7 @@ class Run(NamedTuple):
   ref_params: Params | None = None  # fixed reference, if any
   greedy: Any = None  # sampler for evaluations, see `make_sampler`
   screen: Screen = Screen()
-  track: Callable[[int, Any], None] = lambda step, row: None  # in trackers
+  track: Callable[[int, Any], None] = lambda step, row: None  # logs to trackers
   check_directory: Callable[[], None] = lambda: None  # from `run_lock.hold`
 
   def file(self, name: str) -> pathlib.Path:
@@ -152,7 +152,7 @@ def read_inputs(
 def _with_date(
   settings: TrainSettings, policy: Policy, today: str | None = None
 ) -> TrainSettings:
-  """Adds a fixed date if a chat template uses it, so prompts stay the same."""
+  """Fixes the date if a chat template uses it, so prompts stay the same."""
   tokenizers = [policy.tokenizer]
   if settings.reward.model:
     path = hub_pins.pinned(settings, settings.reward.model)
@@ -185,8 +185,8 @@ def start(
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
   """Makes the initial state, and removes records of steps after the checkpoint.
 
-  Returns the run (its parameters move to the state), the state and the
-  optimizer. ValueError for a damaged or foreign reference.
+  Parameters move from the run to the state. Returns run, state and optimizer.
+  ValueError if the saved reference is damaged or belongs to another model.
   """
   settings = run.settings
   policy = run.policy

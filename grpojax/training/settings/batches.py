@@ -30,9 +30,9 @@ def draw_parts(s: TrainSettings) -> int:
 
 
 def own_sampling_mesh(s: TrainSettings, mesh: Mesh) -> Mesh:
-  """Returns the mesh for sampling, on devices reserved for it if there are any.
+  """Returns the mesh for sampling, on devices reserved for sampling, if any.
 
-  ValueError if its axes do not fit the devices, or for several processes.
+  ValueError if axes do not fit, or if several processes reserve devices.
   """
   count = s.mesh.sampling_devices
   if count and jax.process_count() > 1:

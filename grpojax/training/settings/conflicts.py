@@ -1,7 +1,7 @@
 """Conflicts between settings.
 
 `core.options` checks the range of each setting. Functions in `NEEDS` yield
-values that other settings require, functions in `CHECKS` all other conflicts.
+values that other settings require; all other conflicts are found by `CHECKS`.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from grpojax.training.settings import batches
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import AUTO, TrainSettings
 
-_TRIED = 256  # maximum B and G of the batch that an advantage is tried on
+_TRIED = 256  # maximum B and G of the batch for trying an advantage
 _ONE_SUM = {"reward.aggregation": "sum_then_normalize"}
 
 Needs = Iterator[tuple[dict[str, Any], str]]
@@ -204,7 +204,7 @@ def _rewards(s: TrainSettings) -> Rows:
   names = reward.functions
   texts = all(isinstance(name, str) for name in names)
   if not (names and texts and all(names)):
-    remedy = "name at least one function; the first decides what is right"
+    remedy = "name at least one function; the first judges correctness"
     yield "reward.functions", remedy
   if texts and len(set(names)) < len(names):
     yield "reward.functions", "names a function twice: remove one"
@@ -318,7 +318,7 @@ def _auto_sizes(s: TrainSettings) -> Rows:
 
 
 def _division(s: TrainSettings) -> Rows:
-  """Yields the first setting that does not divide its number of prompts."""
+  """Yields the first setting that fails to divide its number of prompts."""
   update = s.optim.update
   if s.batch_size % update.minibatches:
     remedy = f"must divide batch_size = {s.batch_size}"
@@ -359,7 +359,7 @@ def _advantage(s: TrainSettings) -> Rows:
 
   sizes = batches.group_sizes(s)
   for size in sorted({min(sizes), max(sizes)}):
-    # Advantages refuse only small shapes; large ones would need large tables.
+    # Advantages refuse only small shapes; large shapes take long to trace.
     prompts = min(batches.samples_per_step(s) // size, _TRIED)
     shape = prompts, min(size, max(_TRIED, k + 1) if takes_k else _TRIED)
     arrays = (jax.ShapeDtypeStruct(shape, x) for x in (jnp.float32, jnp.int32))

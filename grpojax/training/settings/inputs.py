@@ -75,14 +75,14 @@ class ModelSettings:
   )
   reference: str = option(
     "device",
-    "memory that stores the reference; host = copied to devices for each pass",
+    "memory of the reference; host = copied to the devices for each pass",
     REFERENCE_MEMORY,
   )
   reference_every: int = not_negative(
-    0, "steps between updates of the reference; 0 = never"
+    0, "steps between updates of the reference; 0 = no updates"
   )
   reference_mix: float = option(
-    1.0, "weight of the policy in these updates; 1 = copy", within="(0, 1]"
+    1.0, "policy's share of an updated reference; 1 = copy", within="(0, 1]"
   )
 
 
@@ -115,14 +115,14 @@ class DataSettings:
   )
   too_long: str = option(
     "refuse",
-    "longer prompts: refuse = error; drop = leave them out",
+    "prompts over max_prompt_length: refuse = error; drop = leave out",
     ("refuse", "drop"),
   )
   template: str = option(
     "{prompt}\n", "template of plain-text prompts; chats use the chat template"
   )
   system_prompt: str = option(
-    "", 'system prompt for chats that have none; "" = none'
+    "", 'system prompt to add if a chat has none; "" = none'
   )
   special_tokens: str = option(
     "text",
@@ -199,7 +199,7 @@ class RewardSettings:
   )
   workers: int = option(
     0,
-    "reward processes per machine; 0 = main process, or 1 for math_answer",
+    "reward processes per machine; 0 = in the main process (math_answer: 1)",
     within="[0, 1024]",
   )
   timeout: float = positive(30.0, "time limit per completion, in seconds")
@@ -231,26 +231,26 @@ class EnvironmentSettings:
     '"package.module:NAME"; "" = none, or only environment.tools',
   )
   tools: tuple[Any, ...] = option(
-    (), 'functions that the model may call, each "file.py:function"'
+    (), 'functions for the model to call, each "file.py:function"'
   )
   tool_format: str = option("hermes", "syntax of tool calls", TOOL_CALLS)
   options: Mapping[str, Any] = free_field("arguments of the environment")
   action: str = option(
     "auto",
     "action passed to `step` of a class: text = the turn's text; number = its "
-    "last number; json = its last JSON value; auto = by action_space, or text",
+    "last number; json = last JSON value; auto = by action_space, else text",
     ACTIONS,
   )
   max_turns: int = one_or_more(8, "maximum turns per trajectory")
   max_observation: int = not_negative(
-    0, "maximum tokens per observation; 0 = half of max_new_tokens, the maximum"
+    0, "maximum tokens per observation, up to max_new_tokens / 2; 0 = this half"
   )
   max_turn_tokens: int = not_negative(
-    0, "maximum tokens per turn, then cut off and answered; 0 = no limit"
+    0, "tokens after which a turn is cut off and answered; 0 = no limit"
   )
   failed: str = option(
     "drop",
-    "if the environment fails: drop = leave trajectory out; zero = reward 0",
+    "if the environment fails: drop = omit the trajectory; zero = reward 0",
     ("drop", "zero"),
   )
   template: str = option(
@@ -258,15 +258,15 @@ class EnvironmentSettings:
   )
   credit: str = option(
     "trajectory",
-    "advantage of a turn: trajectory = the trajectory's; turn = rewards from "
-    "this turn on, minus their mean over other samples; turn_reached = minus "
-    "their mean over other samples with this turn. The mean gradient is the "
-    "same only for loss.weighting = fixed_length or sequence_sum",
+    "advantage of a turn: trajectory = the trajectory's; turn = rewards "
+    "from this turn on, minus their mean over the other samples; turn_reached "
+    "= the same, but the mean is over samples that reached this turn. Only "
+    "loss.weighting = fixed_length or sequence_sum keep all of them unbiased",
     CREDITS,
   )
   workers: int = option(
     0,
-    "processes per machine that run environments; 0 = the main process",
+    "environment processes per machine; 0 = in the main process",
     within="[0, 1024]",
   )
   timeout: float = positive(30.0, "time limit per answer, in seconds")
@@ -299,8 +299,8 @@ class FilterGroupsSettings:
     "reward that must vary in a group: reward = total; acc = first function",
     ("reward", "acc"),
   )
-  max_num_gen_batches: int = one_or_more(10, "maximum batches per step")
-  gen_parts: int = one_or_more(1, "divisor of batch_size in later draws")
+  max_num_gen_batches: int = one_or_more(10, "maximum batches drawn per step")
+  gen_parts: int = one_or_more(1, "later draws take batch_size / gen_parts")
   rescale: bool = option(
     False, "multiply gradients by group_acceptance, to restore their scale"
   )

@@ -58,7 +58,7 @@ class AutoGroupSizeSettings:
   largest: int = one_or_more(32, "maximum group size")
   decay: float = option(0.9, "weight of past estimates", within=DECAY)
   margin: float = not_negative(
-    0.25, "log2 distance past the middle between two sizes before a change"
+    0.25, "log2 distance by which the best size must pass the middle of 2 sizes"
   )
   confidence: float = not_negative(
     1.0, "evidence needed for a change, in standard errors"
@@ -74,10 +74,10 @@ class DiagnosticsSettings:
     4, "random directions; more give more precise results", within="[2, inf)"
   )
   share: float = option(
-    0.375, "share of prompts to diagnose (at least 3)", within="(0, 1]"
+    0.375, "share of prompts to diagnose, but at least 3", within="(0, 1]"
   )
   last_layers: int = not_negative(
-    0, "last layers whose gradients are diagnosed; 0 = all"
+    0, "number of last layers to diagnose; 0 = all layers"
   )
 
 
@@ -88,7 +88,7 @@ class EvalSettings:
   every: int = one_or_more(5, "steps between evaluations")
   num_prompts: int = one_or_more(256, "held-out prompts, always the same")
   batch_size: int = one_or_more(128, "prompts per decoding batch")
-  samples: int = not_negative(4, "completions to record and print")
+  samples: int = not_negative(4, "completions to record and print each time")
 
 
 @frozen_options
@@ -128,25 +128,27 @@ class ProfileSettings:
 
 @frozen_options
 class StopSettings:
-  """Number of consecutive steps with a problem that end the run."""
+  """Limits of consecutive steps with a problem; at a limit the run ends."""
 
   skipped_updates: int = not_negative(
-    10, "steps with non-finite gradients; 0 = never"
+    10, "maximum steps in a row with non-finite gradients; 0 = no limit"
   )
-  rewards_missing: int = not_negative(10, "steps without rewards; 0 = never")
+  rewards_missing: int = not_negative(
+    10, "maximum steps in a row without rewards; 0 = no limit"
+  )
   zero_variance_groups: int = not_negative(
-    100, "steps with equal rewards in every group; 0 = never"
+    100, "maximum steps in a row with equal rewards in each group; 0 = no limit"
   )
   truncated: int = not_negative(
-    0, "steps with most completions truncated; 0 = never"
+    0, "maximum steps in a row with most completions truncated; 0 = no limit"
   )
   few_effective_samples: int = not_negative(
     0,
-    "steps with at most 10% of the samples effective, by their importance "
-    "weights (of sampling.ahead, int8 or loss.correction); 0 = never",
+    "maximum steps in a row with at most 10% effective samples, by importance "
+    "weights of sampling.ahead, int8 or loss.correction; 0 = no limit",
   )
   no_improvement: int = not_negative(
-    0, "evaluations (not steps) without a higher held-out accuracy; 0 = never"
+    0, "maximum evaluations in a row without a higher accuracy; 0 = no limit"
   )
 
 
@@ -192,7 +194,7 @@ class TrainSettings:
     False, "resume even if data, reward files or tokenizer changed"
   )
   steps: int = option(
-    40, "training steps; more extend a finished run", within="[0, 2**31)"
+    40, "training steps; raise to extend a finished run", within="[0, 2**31)"
   )
   batch_size: int = one_or_more(32, "prompts per step")
   group_size: int | str = one_or_more(

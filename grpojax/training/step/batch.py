@@ -47,7 +47,7 @@ def baseline_rewards(
   """
   aggregate = aggregation(settings.reward)
   compared = rewards if aggregate is None else values
-  # Drop completions first, because an aggregation may normalise the others.
+  # Drop truncated completions before an aggregation normalises a group.
   compared, _ = TRUNCATED[settings.loss.truncated](compared, rollout.finished)
   return compared if aggregate is None else aggregate(compared)
 
@@ -65,7 +65,7 @@ def in_baseline(
 def rewards_by_turn(
   reward: RewardSettings, rollout: Rollout, rewards: Float[Array, "B G"]
 ) -> Float[Array, "B G K"]:
-  """Splits rewards by turn; the last turn gets the functions' rewards."""
+  """Splits rewards by turn; rewards of functions count in the last turn."""
   weight = reward.weights[reward.functions.index("environment")]
   # The environment's rewards per turn, [B, G, K]; `rewards` includes their sum.
   by_turn = weight * rollout.turn_rewards

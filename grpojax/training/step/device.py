@@ -76,7 +76,7 @@ def make_device_step(
     state: TrainState, prompts: Prompts, _=None, diagnosed: bool = False, *__
   ) -> StepResult:
     program = with_diagnosis if diagnosed else plain
-    # The program donates the state, so its reference is passed separately.
+    # The program donates the state, so the reference is passed separately.
     moving = state.reference
     state = state.replace(reference=None)
     ref = reference.to_device(ref_params if moving is None else moving)

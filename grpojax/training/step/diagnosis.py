@@ -36,7 +36,7 @@ from grpojax.training.settings.run import TrainSettings
 def _chosen_prompts(
   settings: TrainSettings, prompts: int, shards: int
 ) -> tuple[int, int, int]:
-  """Returns the numbers of diagnosed prompts, micro-batches, and rows in each.
+  """Returns counts: diagnosed prompts, micro-batches, rows per micro-batch.
 
   Each row carries `diagnostics.tangents` tangents, so a micro-batch has fewer
   rows than in training by that factor. Rows beyond the prompts are padding.
@@ -62,7 +62,7 @@ def make_diagnose(
   It is `(lm, params, rollout, rewards, key) -> metrics`, with further metrics
   for weighted baselines (`core.advantages.weighted_baselines`). It uses the
   first prompts with a reward for every sample: `diagnostics.share` of all, but
-  at least 3. Metrics are NaN for too few prompts, and equal for all `shards`.
+  at least 3. Metrics are NaN for too few prompts, and independent of `shards`.
   """
   options = {
     "tangents": settings.diagnostics.tangents,

@@ -37,8 +37,8 @@ INDEX = "prompt_index"  # key of an example's index among the training prompts
 def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
   """Returns initial success rates; None without difficulty.priority.
 
-  ValueError for an endless data set, or one with fewer prompts (times
-  difficulty.rows) than its share of a step.
+  ValueError for an endless data set, or for a data set too small for its share
+  of a step (with at most difficulty.rows groups per prompt).
   """
   priority = settings.difficulty.priority
   if priority == DIFFICULTY_OFF:

@@ -52,7 +52,7 @@ def sampled(rollout: Rollout, *records: Any) -> Sampled:
 
 
 def open_pool(settings: TrainSettings) -> EnvironmentPool:
-  """Starts the environment's workers; ValueError if it is invalid."""
+  """Starts the workers; ValueError if the environment is invalid."""
   names = "path tools options tool_format action workers timeout".split()
   options = {name: getattr(settings.environment, name) for name in names}
   return EnvironmentPool(**options)
@@ -92,7 +92,7 @@ def make_programs(
 
 
 def encoder(settings: TrainSettings, policy: policies.Policy) -> TurnEncoder:
-  """Returns the encoder of observations; ValueError for unfit templates."""
+  """Returns the encoder of observations; ValueError for bad templates."""
   environment = settings.environment
   data = settings.data
   half = max(1, settings.sampling.max_new_tokens // 2)
@@ -154,9 +154,9 @@ def join_prompt(
 ) -> tuple[Any, str, list[int]]:
   """Appends a reset's observation to a prompt; returns prompt, text and ids.
 
-  Text is appended to the prompt's last text, after a blank line unless either
-  has white space there; messages are appended to the chat. ValueError if the
-  two cannot be joined or exceed `data.max_prompt_length`.
+  Text is appended to the prompt's last text, after a blank line unless white
+  space separates them already; messages are appended to the chat. ValueError
+  if the two cannot be joined or exceed `data.max_prompt_length`.
   """
   prompt = example["prompt"]
   # Messages continue a chat; a text prompt becomes its first message.
@@ -353,7 +353,7 @@ class _Episodes:
     return {"prompt_ids": joined.prompt_ids, "prompt_mask": joined.prompt_mask}
 
   def _fail(self, i: int, error: str) -> None:
-    # All samples of the group have the state of one reset, to be ended once.
+    # All samples of a group share the state of one reset, so end it once.
     if (state := self.states.get((i, 0))) is not None:
       seed = int(self.seeds[i, 0])
       self.unended.append(("end", state, self.examples[i], seed))
@@ -403,8 +403,8 @@ class _Episodes:
     row["messages"].append({"role": "assistant", "content": text})
     ids = []
     if not isinstance(step, str):
-      # If the episode goes on, the model reads the observation. If this cannot
-      # be encoded, the episode fails, and `end` will end its environment.
+      # If the episode goes on, the model reads the observation. If encoding
+      # fails, the episode fails too, and `end` will end its environment.
       self.states[place] = step.state
       try:
         if not step.done:

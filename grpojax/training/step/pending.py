@@ -35,7 +35,7 @@ class Pending(NamedTuple):
 def make_pending(
   rollout: Rollout, rewards: GroupRewards, examples: Sequence[dict[str, Any]]
 ) -> Pending:
-  """Returns a rollout and its rewards with the prompts of its examples."""
+  """Returns a `Pending` of a rollout, its rewards and its examples' prompts."""
   prompts = [{k: x[k] for k in _PROMPT if k in x} for x in examples]
   return Pending(rollout, rewards, prompts)
 
@@ -43,9 +43,9 @@ def make_pending(
 def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   """Returns a state with its pending rollout as an array of bytes.
 
-  The bytes are the length of an npz file, the file and zeros. With the zeros
-  the size rarely changes between steps: each size compiles another checksum
-  program. Every process must call this function.
+  The bytes are the length of an npz file, the file, and zeros up to a rounded
+  size, because each new size compiles another checksum program. Every process
+  must call this function.
   """
   if state.pending is None:
     return state
@@ -57,7 +57,7 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   }
   arrays |= {"rewards": rewards.rewards, "failed": rewards.failed}
   names = {kind: list(getattr(rewards, kind)) for kind in _BY_FUNCTION}
-  for kind in names:  # numbered, since a user's name may be no file name
+  for kind in names:  # numbered, since a name may be invalid in a file
     values = getattr(rewards, kind).values()
     arrays |= {f"{kind}/{i}": value for i, value in enumerate(values)}
   # Failures, prompts and names are JSON text, stored as an array of bytes.

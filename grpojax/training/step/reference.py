@@ -1,4 +1,4 @@
-"""Reference policy: its memory, updates and prompts.
+"""Reference policy: storage in device or host memory, updates and prompts.
 
 A fixed reference is the starting policy, stored with the run. A moving one
 (TR-DPO, arXiv 2404.09656) is part of the state and its checkpoints: every
@@ -32,11 +32,11 @@ from grpojax.training.policies import Policy
 from grpojax.training.settings.inputs import REFERENCE_MEMORY
 from grpojax.training.settings.run import TrainSettings
 
-_MULTIPLE = 64  # prompts are padded to a multiple (tokens), for few programs
+_MULTIPLE = 64  # pad prompts to multiples of this, to compile few programs
 
 
 def check_memory(memory: str, mesh: Mesh) -> None:
-  """Raises ValueError if the devices lack the memory of model.reference."""
+  """Raises ValueError if devices lack the memory set by model.reference."""
   device = mesh.local_devices[0]
   kind = REFERENCE_MEMORY[memory]
   kinds = [memory.kind for memory in device.addressable_memories()]
@@ -51,7 +51,7 @@ def follows_policy(settings: TrainSettings) -> bool:
 
 
 def to_memory(params: Params | None, memory: str) -> Any:
-  """Moves a reference to its memory; None and {} (for LoRA) need no move."""
+  """Moves a reference to device or host `memory`; keeps None and {} (LoRA)."""
   kind = REFERENCE_MEMORY[memory]
   if kind is None:
     return params
@@ -61,7 +61,7 @@ def to_memory(params: Params | None, memory: str) -> Any:
 
 
 def to_device(params: Params | None) -> PyTree:
-  """Moves a reference to the devices' memory; None and {} need no move."""
+  """Moves a reference to device memory; keeps None and {} (LoRA)."""
 
   def move(x):
     (kind,) = {d.default_memory().kind for d in x.sharding.addressable_devices}
@@ -71,7 +71,7 @@ def to_device(params: Params | None) -> PyTree:
 
 
 def state_to_memory(state: TrainState, settings: TrainSettings) -> TrainState:
-  """Returns the state with its reference in the memory of model.reference."""
+  """Moves a state's reference to the memory set by model.reference."""
   reference = to_memory(state.reference, settings.model.reference)
   return state.replace(reference=reference)
 
@@ -95,7 +95,7 @@ def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
 
 
 def hinted(template: str, example: Mapping[str, Any]) -> Any:
-  """Returns the reference's prompt; it includes the reset's observation."""
+  """Returns the reference's prompt, with the reset's observation, if any."""
   prompt = example.get(READ, example["prompt"])
   values = {
     name: example.get(name, "") for name in tokenization.fields(template)

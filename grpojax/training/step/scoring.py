@@ -62,7 +62,7 @@ class RewardPool(NamedTuple):
 
 
 def reward_options(settings: TrainSettings) -> dict[str, Any]:
-  """Returns the functions' options; answer readers get `reward.thinking`."""
+  """Returns the functions' options, with `thinking` for `READ_ANSWERS`."""
   reward = settings.reward
   readers = set(functions.READ_ANSWERS).intersection(reward.functions)
   thinking = {"thinking": list(reward.thinking)}
@@ -118,7 +118,7 @@ def open_model(
 ) -> Model | None:
   """Loads the reward model, if any, onto a mesh.
 
-  Texts beyond the policy's limits lose their beginning. data.special_tokens
+  Texts beyond the policy's limits are cut at their start. data.special_tokens
   applies, so that a completion cannot end its turn and continue as the user.
   ValueError unless the model is a sequence classifier with one label.
   """
@@ -244,8 +244,8 @@ def collect_rewards(
 ) -> tuple[Texts, GroupRewards]:
   """Waits for a batch's rewards; returns completions [B][G] and rewards.
 
-  Rewards are of all processes. Completions are of this process, unless
-  `every_text` is True or there is a reward model.
+  The rewards cover all processes; the completions cover only this process,
+  unless `every_text` is True or there is a reward model.
   """
   texts = own_texts = [group for part in parts for group in part.texts]
   sizes = [part.prompts for part in parts]
@@ -272,7 +272,7 @@ def fail_episodes(
   texts: Sequence[Sequence[str]],
   reward: float,
 ) -> GroupRewards:
-  """Gives trajectories with a failed environment `reward` and the reason."""
+  """Sets the reward of trajectories whose environment failed; adds failures."""
   new = _map_arrays(np.copy, rewards)
   failures = [[[*failed] for failed in group] for group in rewards.failures]
   for b, g in np.ndindex(new.failed.shape):
@@ -371,7 +371,7 @@ def take_groups(
 
 
 def join_groups(parts: Iterable[GroupRewards]) -> GroupRewards:
-  """Concatenates the groups of all parts; missing extras are NaN."""
+  """Concatenates parts; logged numbers (`extras`) that a part lacks are NaN."""
   parts = list(parts)
   names = sorted({name for part in parts for name in part.extras})
 
@@ -427,7 +427,7 @@ def stack_values(rewards: GroupRewards) -> Float[np.ndarray, "K B G"]:
 def place_rewards(
   settings: TrainSettings, rewards: GroupRewards, mesh: jax.sharding.Mesh
 ) -> tuple[Float[jax.Array, "B G"], Float[jax.Array, "K B G"] | None]:
-  """Places rewards on a mesh, and the values per function (None if summed).
+  """Places rewards and values per function (None if summed) on a mesh.
 
   If advantages only compare rewards within groups, `in_float32` may subtract an
   offset from a group's rewards; `metrics` has the mean of the original ones.
@@ -449,7 +449,7 @@ def correctness(
   rewards: GroupRewards,
   examples: Sequence[Mapping[str, Any]],
 ) -> Float[np.ndarray, "B G"]:
-  """Returns the values of the data sets' judges; 1 or more means correct."""
+  """Returns rewards of each data set's judging function; >= 1 is correct."""
   judges = reward_pool.judges
   rows = []
   for i, example in enumerate(examples):
