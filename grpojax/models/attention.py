@@ -143,7 +143,7 @@ def _attend(
   return rounded(out / total, q.dtype), lse
 
 
-def _attend_prompt(q, prompt, mask, scale, cap, unit):
+def attend_prompt(q, prompt, mask, scale, cap, unit):
   """Attends to the prompts' keys; q and the results lack the axes in `unit`.
 
   Each key head takes a single product, whose rows are all samples and query
@@ -250,7 +250,7 @@ def two_part_attention(
     lse = lse.reshape(*q.shape[:-1], 1)
   # Take a second softmax over the prompt, and merge it with the first.
   if prompt is not None:
-    prompt_out, prompt_lse = _attend_prompt(
+    prompt_out, prompt_lse = attend_prompt(
       q, prompt, prompt_mask, scale, cap, unit
     )
     # The softmax over all keys is a mixture of the two, weighted by their mass.

@@ -89,7 +89,7 @@ class Heads(NamedTuple):
   v: Float[Array, "B G S K E"]
 
 
-def _masks(
+def masks(
   local: Local, window: int, context: TokenContext
 ) -> tuple[Array, Array | None, Array | None]:
   """Returns masks of row, cache and prompt keys, with a window if `local`."""
@@ -178,7 +178,7 @@ def attend(
     )
     out = row_attention(q, row, prompt, visibility, window=c.window, **scaling)
   else:
-    row_mask, slot_mask, prompt_mask = _masks(local, c.window, context)
+    row_mask, slot_mask, prompt_mask = masks(local, c.window, context)
     cached = dict(slots=slots, slot_mask=slot_mask)  # in decoding
     out = two_part_attention(
       q, row, row_mask, prompt, prompt_mask, **cached, **scaling

@@ -103,9 +103,14 @@ def create(
 ) -> Cache:
   """Returns an empty cache; `layers` lists the number of layers per stack."""
   stacks = []
-  per_row = _heads_per_row(kv_heads, head_dim) if platform == "tpu" else 1
+  stored = jnp.dtype(jnp.int8 if in_8_bits else dtype)
+  per_row = 1
+  if platform == "tpu":
+    per_row = heads_per_row(kv_heads, head_dim)
+    # The decode kernel reads blocks of 256 bytes per channel, or whole tiles.
+    size = (256 if capacity * stored.itemsize >= 256 else 32) // stored.itemsize
+    capacity = -(-capacity // size) * size
   width = head_dim * per_row
-  stored = jnp.int8 if in_8_bits else dtype
   for count in layers:
     rows = count, batch, group_size
     shape = *rows, kv_heads // per_row, capacity, width
@@ -120,7 +125,7 @@ def create(
   return tuple(stacks)
 
 
-def _heads_per_row(kv_heads: int, head_dim: int) -> int:
+def heads_per_row(kv_heads: int, head_dim: int) -> int:
   """Returns the number of heads per row of a TPU's lanes (1: do not share)."""
   count = max(LANES // head_dim, 1)
   mesh = jax.sharding.get_abstract_mesh()

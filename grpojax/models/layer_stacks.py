@@ -149,12 +149,15 @@ def scan(
   *scanned: tuple[Any, ...],
   remat: str | None = None,
   whole: Sequence[str] = (),
+  carried: tuple[Any, ...] | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
   """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
   `body` returns the new x (any pytree) and the layer's output. `scanned` hold a
   pytree per stack, with a leading axis of layers. Parameters named in `whole`
   are not sliced: `layer` has their whole stacks, and its index as `LAYER`.
+  `carried`, a pytree per stack, makes x a pair: `body` gets and returns (x, the
+  stack's pytree); the output of a stack is then (this pytree, output).
   """
   start = 0
   outputs = []
@@ -174,6 +177,11 @@ def scan(
     run_body = lambda x, local, layer, *more, unsliced=unsliced: body(
       x, local, layer | unsliced, *more
     )
+    if carried is not None:
+      x = x, carried[len(outputs)]
     x, output = run(run_body, x, locality, (stack, *more))
+    if carried is not None:
+      x, store = x
+      output = store, output
     outputs.append(output)
   return x, tuple(outputs)

@@ -22,7 +22,7 @@ from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.meshes import constrain, runs_kernels, sample_cuts
 from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
 from grpojax.core.types import ExtendOutput, ForwardOutput, Params, Prefix
-from grpojax.models import block, layer_stacks, moe
+from grpojax.models import block, decode_attention, layer_stacks, moe
 from grpojax.models import cache as cache_lib
 from grpojax.models.attention import rms_norm
 from grpojax.models.block import Heads, Layer, Local, Routing, TokenContext
@@ -291,6 +291,11 @@ class Passes:
     self, params, keys_values, x, context, cache, positions, record: bool
   ):
     """Runs the next tokens, and writes them to the cache after all layers."""
+    if x.shape[2] == 1 and decode_attention.serves(self.platform, cache[0]):
+      starts = positions[..., 0]
+      return self._decode_in_place(
+        params, keys_values, x, context, cache, starts, record
+      )
 
     def body(x, local, layer, prompt, slots):
       x, row, routed = block.block(
@@ -307,6 +312,36 @@ class Passes:
     tokens, experts = zip(*outputs, strict=True)
     cache = cache_lib.write(cache, tokens, positions, x)
     experts = moe.recorded(self.config, experts) if record else None
+    return ExtendOutput(self._final_norm(params, x), cache, experts)
+
+  def _decode_in_place(
+    self, params, keys_values, x, context, cache, starts, record: bool
+  ):
+    """Runs one token per row; each layer writes it to the cache by a kernel."""
+    config = self.config
+
+    def body(carry, local, layer, prompt, index):
+      x, slots = carry
+      attention = functools.partial(
+        decode_attention.attend,
+        *(config, local, context, starts, prompt, slots, index),
+      )
+      table = block.rotary_table(local, context.tables)
+      x, slots, routed = block.layer_of(
+        config, x, layer, table, context.routing, attention
+      )
+      return (x, slots), routed.experts if record else None
+
+    stacks = layer_stacks.stacks(params)
+    # From sliced stacks, XLA:TPU would copy a layer's experts for every token.
+    whole = moe.matrices_of(stacks[0]) if self.platform == "tpu" else ()
+    indices = tuple(jnp.arange(layer_stacks.layer_count(s)) for s in stacks)
+    scanned = keys_values, indices
+    x, outputs = layer_stacks.scan(
+      config, body, x, params, *scanned, whole=whole, carried=cache
+    )
+    cache, experts = zip(*outputs, strict=True)
+    experts = moe.recorded(config, experts) if record else None
     return ExtendOutput(self._final_norm(params, x), cache, experts)
 
   def forward(

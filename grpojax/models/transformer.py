@@ -20,6 +20,7 @@ from grpojax.core.types import LM, Params
 from grpojax.models import (
   block_attention,
   cache,
+  decode_attention,
   layer_stacks,
   passes,
   quantization,
@@ -258,6 +259,9 @@ def transformer(
     if longest is None:
       return model, _for_training(config, params, dtype)
     decoding_lm, stacks = decoder(cache_dtype)
+    if decode_attention.has_kernel(config, platform or jax.default_backend()):
+      # The kernel reads live slots only, so the cache need not grow.
+      decoding_lm = decoding_lm._replace(grow_cache=None)
     options = dtype, longest, stacks, weights_dtype == "int8"
     return decoding_lm, _for_decoding(config, params, *options)
 
