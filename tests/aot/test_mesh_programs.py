@@ -6,6 +6,7 @@ import processes
 import pytest
 
 from grpojax.aot import cost, hlo
+from grpojax.core.decoding import BETWEEN_CHECKS
 
 slow = pytest.mark.slow  # compiles whole programs
 # mesh_programs.py's model: V, D, H E, K E, F; T.
@@ -114,12 +115,10 @@ def test_arguments_are_split_over_devices(updates):
 def test_decoding_only_communicates_the_stop_check(rollouts):
   """The check has a few bytes."""
   _, counted = modules(rollouts, "rollout")
-  ends = counted.in_token_loop.collectives  # one per stage
-  assert sum(c.trips for c in ends) in range(T - 1, T + 4)
-  for end in ends:
-    assert end.op_name.endswith("while/cond/reduce_and") and end.bytes < 8
-  # Before the loop parameters are gathered once; between stages, the largest
-  # number of unfinished samples of a group is sent, a few bytes.
+  (end,) = counted.in_token_loop.collectives
+  assert end.trips == -(-(T - 1) // BETWEEN_CHECKS) + 1
+  assert end.op_name.endswith("while/cond/reduce_and") and end.bytes < 8
+  # Before the loop parameters are gathered once.
   before = sum(c.bytes for c in counted.collectives if not c.in_token_loop)
   weights = LAYERS * MATRICES + V * D
   assert before <= (weights + V * D) * 4 * 3 / 4 + 100
@@ -154,9 +153,9 @@ def test_split_weights_need_two_reductions_per_layer(rollouts, name):
     kind = c.kind, max(s.elements for s in instructions[c.name].shapes)
     runs[kind] = runs.get(kind, 0) + c.trips
     if kind[1] == rows * D:
-      assert c.bytes == rows * D * (4 if c.trips < T else ITEMSIZE)
+      assert c.bytes == rows * D * (4 if c.trips <= T else ITEMSIZE)
   # Two per layer in 16 bits, and the embedding's.
-  assert runs.pop(("all-reduce", rows * D)) == (T - 1) * (2 * LAYERS + 1)
+  assert runs.pop(("all-reduce", rows * D)) == T * (2 * LAYERS + 1)
   # Sampling sends a token and a sum of each part of the vocabulary.
   assert all(elements <= 64 * rows for _, elements in runs), runs
   # Logits stay in the kernel: in the token loop, only the head is as wide as
