@@ -40,8 +40,8 @@ def reader(
   - `prompt`: field with the prompt, a text or a list of chat messages.
   - `answer`: field with the answer, a text or a number; "" for no answer.
   - `messages`: field that replaces a missing field `prompt`.
-  - `answer_after`: mark ("####") before the answer in its field, which becomes
-    the "solution" if the row has none.
+  - `answer_after`: mark ("####") before the answer in its field; the whole field
+    becomes the "solution" if the row has none.
   - `columns`: fields to read; () reads all.
   """
 
@@ -156,7 +156,7 @@ def chosen(
   share: int | float,
   most: int | None,
 ) -> Iterator[tuple[Any, Example]]:
-  """Yields (key, example) for the first `most` rows of a split; None: all.
+  """Yields (key, example) for `most` rows of a split, or all if it is None.
 
   A hash puts a `share` of the prompts into the test split, so that the splits
   have no prompt in common. With share 0 all rows are in `split`.
@@ -223,7 +223,7 @@ def load(
   - `keep`: `(file, chosen, reader) -> random access` to the chosen examples.
   - `path`: a file, a pattern of files ("part-*.jsonl"), or a directory with
     files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
-  - `test`: share held out as the test split, or its own file or pattern.
+  - `test`: share held out as the test split, or this split's file or pattern.
   """
   examples_lib.check_split(split)
   file_split = split

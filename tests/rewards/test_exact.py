@@ -178,7 +178,7 @@ def tokenizer_with(extra, merges=()):
   "pair", [("#", "#"), ("1", "0"), (" ", "a"), ("a", "#"), ("a", "1")]
 )
 def test_tokenizers_with_longer_tokens_are_refused(pair):
-  with pytest.raises(ValueError, match="single characters.*exact_answer"):
+  with pytest.raises(ValueError, match="single-character.*on_device"):
     exact_ids.exact_answer_ids(tokenizer_with(["".join(pair)], [pair]), (0,))
 
 

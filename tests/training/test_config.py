@@ -137,7 +137,7 @@ REFUSED = [
   (f"{MIXED}.weight=0", ".gsm8k.weight = 0: must be a positive number"),
   (f"{MIXED}.name=gsm9k", "name = 'gsm9k': use one of arithmetic, gsm8k"),
   (f"{MIXED}.rewards=length", "rewards = 'length': use names of reward.fun"),
-  (f"{MIXED}.rewards=exact_answer {TWO}", "uses length: remove it"),
+  (f"{MIXED}.rewards=exact_answer {TWO}", "uses the reward length: remove it"),
   (f"{MIXED}=3", "data.mixture.gsm8k = 3: is a section"),
   (f"{MIXED}.weight=1 data.path=x", "use data.mixture.NAME.path"),
   ("data.mixture.a/b.name=gsm8k", "data.mixture = 'a/b': is part of metric"),
