@@ -40,7 +40,7 @@ def reader(
   - `prompt`: field with the prompt, a text or a list of chat messages.
   - `answer`: field with the answer, a text or a number; "" for no answer.
   - `messages`: field that replaces a missing field `prompt`.
-  - `answer_after`: mark ("####") before the answer in its field; the whole field
+  - `answer_after`: mark ("####") before the answer in its field; the field then
     becomes the "solution" if the row has none.
   - `columns`: fields to read; () reads all.
   """

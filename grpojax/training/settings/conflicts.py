@@ -250,7 +250,7 @@ def _turns(s: TrainSettings) -> Rows:
   except ValueError as error:
     yield "environment.credit", f"{error}".partition(": ")[2]
   if not scored:
-    remedy = "credit per turn needs the reward 'environment': add it"
+    remedy = "needs rewards per turn: add 'environment' to reward.functions"
     yield "environment.credit", f"{remedy}, or use 'trajectory'"
 
 
