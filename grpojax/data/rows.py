@@ -1,7 +1,7 @@
 """Converts rows of any data set to examples, and finds the files of a split.
 
-A field name with dots refers to a nested field. Verl's reward_model =
-{"ground_truth": ...} replaces a missing field "answer".
+A field name with dots refers to a nested field. A missing field "answer" is
+replaced by reward_model["ground_truth"], as in files for verl.
 """
 
 import datetime
@@ -58,8 +58,8 @@ def reader(
     _, mark, end = solution.rpartition(answer_after)
     if not mark:
       raise ValueError(
-        f"the answer has no {answer_after!r}: change data.options.answer_after;"
-        f" it ends {solution[-80:]!r}"
+        f"the answer has no {answer_after!r} (its end: {solution[-80:]!r}):"
+        " change data.options.answer_after"
       )
     return {"solution": solution} | example | {"answer": end.strip()}
 

@@ -43,9 +43,9 @@ def exact_answer_ids(
       fits = len(text) <= max_answer_length and set(text) <= characters
       if not fits or any(token in text for token in longer):
         raise ValueError(
-          f"the answer {text!r} cannot be compared on ids: each character (at most"
-          f" max_answer_length = {max_answer_length}) must be a token, and no"
-          " longer token may occur in it; compare texts instead"
+          f"the answer {text!r} cannot be compared on ids: each character (at"
+          f" most max_answer_length = {max_answer_length}) must be a token, and"
+          " no longer token may occur in it; compare texts instead"
         )
       answer[row, : len(text)] = [_code(0, character) for character in text]
     return {"answer": answer}

@@ -45,7 +45,7 @@ class Policy(NamedTuple):
   vmappable: bool = True  # True if `jax.vmap` accepts the model's functions
   teacher: "Policy | None" = None  # reference if it is a different model
   name: hub.Name | None = None  # name and commit on the Hub
-  ignore_keys: tuple[str, ...] = ()  # in config.json
+  ignore_keys: tuple[str, ...] = ()  # unknown keys in config.json
   stop: StopTable | None = None  # stop strings
 
   @property

@@ -127,7 +127,7 @@ def _list_remote(fs: Any, root: str, url: str) -> list[str]:
   except FileNotFoundError:
     return []
   names = [name for name in names if name and not _NOT_COPIED.search(name)]
-  if names and _BEGUN not in names:  # the directory may be terabytes
+  if names and _BEGUN not in names:  # the directory may hold terabytes
     raise ValueError(
       f"{url} has files but no {_BEGUN}: give a run, a model or a new directory"
     )

@@ -94,7 +94,7 @@ class LoraSettings:
   rank: int = not_negative(0, "rank of the adapters; 0 = full fine-tuning")
   alpha: float = positive(32.0, "adapters are scaled by alpha / rank")
   targets: str = option(
-    "layers/(q|k|v|o|gate|up|down)", "regex of the adapted weights' paths"
+    "layers/(q|k|v|o|gate|up|down)", "regex for the paths of adapted weights"
   )
 
 
