@@ -42,7 +42,7 @@ _SET_BY_RUN = ("split", "path", "seed")  # not by data.options
 
 
 def _fits(value: Any, hint: Any) -> bool:
-  """Returns True if a value fits an annotation, or this is unknown."""
+  """Returns True if a value fits an annotation (always if it is unknown)."""
   origin, parts = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
     return any(_fits(value, part) for part in parts)

@@ -72,8 +72,8 @@ def prompt_batches(
   Ids (int32) and mask (bool) are [batch_size, max_prompt_length], padded on the
   right; ValueError for longer prompts. Each example gets a "prompt_text".
 
-  - `examples`: sequence with random access. Of n successive prompts, each part
-    of a `Mixture` has its share, within two prompts and 1% (grain rounds).
+  - `examples`: sequence with random access. Each part of a `Mixture` has its
+    share of n successive prompts, within 2 prompts and 1% (grain rounds it).
   - `encode`: `(prompt) -> (text, ids)`, the text to continue and its token ids.
   - `target`: `(example) -> arrays`, the `Prompts.targets` of jittable rewards.
   - `start`: number of prompts already taken from the stream.

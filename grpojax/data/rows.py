@@ -156,7 +156,7 @@ def chosen(
   share: int | float,
   most: int | None,
 ) -> Iterator[tuple[Any, Example]]:
-  """Yields (key, example) for `most` rows of a split, or all if it is None.
+  """Yields (key, example) for up to `most` rows of a split (None: all rows).
 
   A hash puts a `share` of the prompts into the test split, so that the splits
   have no prompt in common. With share 0 all rows are in `split`.

@@ -156,7 +156,7 @@ def unwrap(text: str) -> str:
 
 
 def _without_unit(text: str) -> str:
-  r"""Removes final units of an expression: known units, or nouns in \text{}."""
+  r"""Removes units at the end of an expression, also nouns in \text{}."""
   while (after := _AFTER.search(text, max(len(text) - 120, 0))) and (
     _is_unit(after["text"], _LETTERS | _UNITS)
     if after["text"]

@@ -53,7 +53,7 @@ def sources(settings: TrainSettings) -> dict[str, Source]:
 
 
 def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
-  """Maps reward functions to their data sets, unless they score all of them."""
+  """Maps reward functions to the data sets they score, if these are not all."""
   parts = sources(settings)
   scored = {}
   for name in map(label, settings.reward.functions):

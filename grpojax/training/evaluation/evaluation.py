@@ -137,7 +137,7 @@ def evaluate(
 ) -> Evaluation:
   """Samples and scores completions of every batch of a data set.
 
-  Uses `params` instead of the policy's parameters; on one device without mesh.
+  Uses `params`, not the policy's parameters, and without a mesh one device.
   The last batch may be smaller. `step` is the number of finished steps, for
   rewards that depend on it (`scoring.with_step`). `check_signals` is called
   before each batch, there with `together=True` in all processes, and while

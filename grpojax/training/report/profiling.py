@@ -35,7 +35,7 @@ def parse(text: str) -> range:
 def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
   """Yields `(step) -> context manager`, which traces a step of profile.steps.
 
-  `text` is profile.steps; `done` is the number of steps done before.
+  `text` is profile.steps; `done` is the number of completed steps.
   Tracing ends after the last step to trace, or with the context. Writing
   a large trace may fail, so close the context after the state is saved.
   """

@@ -253,7 +253,7 @@ def fit(
 
 
 def _saved(run: Run, step: int) -> str:
-  """Returns a line that names the saved step and, at the end, missing files."""
+  """Returns a line: the saved step and, after the last step, missing files."""
   names = run_directory.MODEL, run_directory.REPORT, run_directory.SUMMARY
   missing = [name for name in names if not run.file(name).exists()]
   text = f"saved step {step}"

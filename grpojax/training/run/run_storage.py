@@ -182,7 +182,7 @@ def _upload(
 
 @contextlib.contextmanager
 def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
-  """Holds the lock of a run on gs://, an object that one process can create.
+  """Holds the lock of a run on gs://, which only one process can create.
 
   If the lock exists, the ValueError names its holder. Only the user can remove
   the lock of a killed process.
