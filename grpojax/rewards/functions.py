@@ -129,7 +129,7 @@ def resolve_all(
 def combine(
   values: Sequence[int | float | None], weights: Sequence[int | float]
 ) -> float | None:
-  """Returns the weighted sum of the numbers among the values, if any, or None."""
+  """Returns the weighted sum without None values; None if all are None."""
   pairs = zip(values, weights, strict=True)
   terms = [weight * value for value, weight in pairs if value is not None]
   return math.fsum(terms) if terms else None

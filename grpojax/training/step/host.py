@@ -377,7 +377,7 @@ class HostStep:
   def _draw_ahead(
     self, state: TrainState, upcoming, timer: Timer, check: Callable[[], Any]
   ) -> tuple[PyTree, Callable[[], Pending]]:
-    """Starts sampling the next step; returns arrays and a function to finish."""
+    """Starts sampling the next step; returns its arrays and `finish()`."""
     key = jax.random.fold_in(state.key, state.step + 1)
     params = state.params
     if self.reward_pool.environment is not None:
