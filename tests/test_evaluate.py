@@ -265,7 +265,10 @@ OWN = "reads only its own flags"
       "MODEL --config.sampling.max_new_tokens=1020",
       "(data.max_prompt_length) and a completion of 1020",
     ),
-    ("MODEL --config.model.path=x", f"{OWN} and seed, steps, model.dtype,"),
+    (
+      "MODEL --config.model.path=x",
+      f"{OWN} and settings seed, steps, model.dtype,",
+    ),
     ("MODEL --sampling.temperature=0", "mean --temperature?"),
     ("MODEL --temperature=1e-9", "must be in [0.01, 100]"),
     ("EMPTY --model.dtype=bfloat16", OWN),

@@ -6,7 +6,7 @@ To add a data set, add its `load` to `DATASETS`:
 
 - `split` is one of `examples.SPLITS`, `size` the maximum number of examples.
 - `seed` may select the examples; `pipeline` decides their order.
-- `path`, if the data set has files, is their location; "" is the default one.
+- `path` is the location of the files, if any; "" is the default location.
 - `options` are data.options, checked against the parameters' annotations.
 - Equal arguments must return equal `examples`. Wrong arguments raise ValueError
   with advice.
@@ -42,7 +42,7 @@ _SET_BY_RUN = ("split", "path", "seed")  # not by data.options
 
 
 def _fits(value: Any, hint: Any) -> bool:
-  """Returns True if a value fits an annotation; unknown annotations fit all."""
+  """Returns True if a value fits an annotation (always if it is unknown)."""
   origin, parts = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
     return any(_fits(value, part) for part in parts)
@@ -63,8 +63,8 @@ def load(
 ) -> Any:
   """Opens a data set by name and returns a sequence of its examples.
 
-  Its `load` gets all `options` of the user, and those `settings` that it has
-  parameters for. ValueError for a wrong option or an unreadable data set.
+  The data set's `load` gets all `options`, and the `settings` for which it has
+  parameters. ValueError for a wrong option or an unreadable data set.
   """
   if name not in DATASETS:
     known = ", ".join(DATASETS)

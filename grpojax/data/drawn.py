@@ -13,7 +13,7 @@ import numpy as np
 from grpojax.data.examples import SPLITS, Example, Examples, check_split
 
 ENDLESS = 2**31 - 1  # length of an unlimited training split
-MOST_HELD_OUT = 100_000  # limit, because a run encodes all test problems first
+MOST_HELD_OUT = 100_000  # as a run first encodes all test problems
 
 
 def split_of(problem: str) -> str:
@@ -56,7 +56,7 @@ def _read(
 
 
 def bounds(name: str, value: int | Sequence[int], most: int) -> tuple[int, int]:
-  """Returns an option's bounds (low, high), which are equal for a number."""
+  """Converts an option, a number or a pair, to its bounds (low, high)."""
   pair = (value,) * 2 if isinstance(value, int) else tuple(value)
   whole = all(isinstance(x, int) for x in pair) and len(pair) == 2
   if not whole or not 1 <= pair[0] <= pair[1] <= most:

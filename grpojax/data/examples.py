@@ -55,7 +55,7 @@ class Examples(Sequence):
   def __getitem__(self, index: SupportsIndex) -> Example:
     index = operator.index(index)
     if not 0 <= index < self._size:
-      raise IndexError(f"example {index} of {self._size}")
+      raise IndexError(f"no example {index} among {self._size}")
     return self.read(index)
 
 

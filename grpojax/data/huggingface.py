@@ -92,7 +92,7 @@ def _table(path: str, configuration: str, revision: str, name: str) -> Any:
     known = sorted(builder.info.splits or {})
     if name not in known:
       raise ValueError(
-        f"the data set {path} has no split {name!r}, but {known}: set "
+        f"the data set {path} has no split {name!r}, only {known}: set "
         "data.options.train_split and test_split, or hold out a share of "
         "train_split with data.options.test"
       )

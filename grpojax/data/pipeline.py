@@ -72,9 +72,9 @@ def prompt_batches(
   Ids (int32) and mask (bool) are [batch_size, max_prompt_length], padded on the
   right; ValueError for longer prompts. Each example gets a "prompt_text".
 
-  - `examples`: sequence with random access. For a `Mixture`, any n consecutive
-    prompts have its shares within two prompts and 1% (grain rounds weights).
-  - `encode`: `(prompt) -> (text, ids)`, the text that the model continues.
+  - `examples`: sequence with random access. Each part of a `Mixture` has its
+    share of n successive prompts, within 2 prompts and 1% (grain rounds it).
+  - `encode`: `(prompt) -> (text, ids)`, the text to continue and its token ids.
   - `target`: `(example) -> arrays`, the `Prompts.targets` of jittable rewards.
   - `start`: number of prompts already taken from the stream.
   - `shuffle`: shuffle each epoch of a finite data set.

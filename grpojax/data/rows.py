@@ -1,7 +1,7 @@
 """Converts rows of any data set to examples, and finds the files of a split.
 
-A field name with dots refers to a nested field. Verl's reward_model =
-{"ground_truth": ...} replaces a missing field "answer".
+A field name with dots refers to a nested field. A missing field "answer" is
+replaced by reward_model["ground_truth"], as in files for verl.
 """
 
 import datetime
@@ -40,8 +40,8 @@ def reader(
   - `prompt`: field with the prompt, a text or a list of chat messages.
   - `answer`: field with the answer, a text or a number; "" for no answer.
   - `messages`: field that replaces a missing field `prompt`.
-  - `answer_after`: mark ("####") before the answer in its field, which becomes
-    the "solution" if the row has none.
+  - `answer_after`: mark ("####") before the answer in its field; the field then
+    becomes the "solution" if the row has none.
   - `columns`: fields to read; () reads all.
   """
 
@@ -58,8 +58,8 @@ def reader(
     _, mark, end = solution.rpartition(answer_after)
     if not mark:
       raise ValueError(
-        f"the answer has no {answer_after!r}: change data.options.answer_after;"
-        f" it ends {solution[-80:]!r}"
+        f"the answer has no {answer_after!r} (its end: {solution[-80:]!r}):"
+        " change data.options.answer_after"
       )
     return {"solution": solution} | example | {"answer": end.strip()}
 
@@ -156,7 +156,7 @@ def chosen(
   share: int | float,
   most: int | None,
 ) -> Iterator[tuple[Any, Example]]:
-  """Yields (key, example) for the first `most` rows of a split; None: all.
+  """Yields (key, example) for up to `most` rows of a split (None: all rows).
 
   A hash puts a `share` of the prompts into the test split, so that the splits
   have no prompt in common. With share 0 all rows are in `split`.
@@ -223,7 +223,7 @@ def load(
   - `keep`: `(file, chosen, reader) -> random access` to the chosen examples.
   - `path`: a file, a pattern of files ("part-*.jsonl"), or a directory with
     files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
-  - `test`: share held out as the test split, or its own file or pattern.
+  - `test`: share held out as the test split, or this split's file or pattern.
   """
   examples_lib.check_split(split)
   file_split = split

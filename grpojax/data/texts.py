@@ -112,7 +112,7 @@ def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
   """Packs whole texts, in order, into batches of `rows` rows.
 
   Rows have `length` tokens; ValueError for a longer text. A last partial batch
-  is dropped. grain's packing would depend on its number of open rows.
+  is dropped. (grain's packing depends on its number of open rows.)
   """
 
   def empty():

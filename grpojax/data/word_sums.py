@@ -53,7 +53,7 @@ def load(
   - `largest`: largest number in a problem; answers may be larger.
   - `shots`: number of solved training problems in a chat before each problem,
     for models that do not write steps by themselves. All problems share them.
-  - `tool`: tool that the solutions call, in Qwen's format; "": equations.
+  - `tool`: tool that the solutions call, in Qwen's format; "" for equations.
   """
   bounds = drawn.bounds("steps", steps, _MOST_STEPS)
   if not LEAST <= largest <= _MOST:

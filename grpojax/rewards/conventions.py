@@ -87,7 +87,7 @@ class Verl(_Function):
 
 
 class Trl(_Function):
-  """A function in TRL's convention, called with all items of a prompt."""
+  """A function in TRL's convention, called once for all items of a prompt."""
 
   def __call__(self, items: Sequence[Item]) -> list[Any]:
     """Returns a number, None or a dict per completion."""
@@ -141,7 +141,7 @@ def follow(
 ) -> Callable[..., Any]:
   """Binds options to a function and wraps it in `Trl` or `Verl` if needed.
 
-  ValueError for no or several conventions, unknown options, or async functions.
+  ValueError if no or two conventions fit, for unknown options, or if async.
   """
   refuse_asynchronous(f"reward {name!r}", function, "rewards")
   bound = functools.partial(function, **options) if options else function
@@ -187,7 +187,7 @@ def follow(
 
 
 def refuse_asynchronous(subject: str, function: Any, kind: str) -> None:
-  """Raises ValueError for a coroutine function; errors call results `kind`."""
+  """Raises ValueError for a coroutine function; `kind` names its results."""
   call = getattr(function, "__call__", None)  # noqa: B004
   if any(map(inspect.iscoroutinefunction, (function, call))):
     raise ValueError(
@@ -197,7 +197,7 @@ def refuse_asynchronous(subject: str, function: Any, kind: str) -> None:
 
 
 def by_keyword(function: Callable[..., Any]) -> tuple[list[str], bool]:
-  """Returns a function's keyword parameters, and True if it has **kwargs."""
+  """Returns names of keyword parameters, and True if there is a **kwargs."""
   parameters = inspect.signature(function).parameters.values()
   named = [
     p.name
@@ -236,7 +236,7 @@ def check_columns(
 ) -> None:
   """Raises ValueError if an example lacks a column that a function needs.
 
-  `reward` is a result of `functions.resolve`; errors call the data set `data`.
+  `reward` comes from `functions.resolve`; `data` names the data set in errors.
   """
   if not isinstance(reward, (Verl, Trl)):
     return

@@ -32,7 +32,7 @@ def spellings(answer: str | int | float) -> tuple[str, str]:
 
 
 def given_answer(completion: str) -> str | None:
-  """Returns a completion's answer in its first spelling; None without one."""
+  """Returns a completion's answer in its first spelling, or None."""
   _, mark, tail = completion.rpartition(MARK)
   return (spellings(tail)[0] or None) if mark else None
 

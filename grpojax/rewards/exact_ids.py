@@ -43,9 +43,9 @@ def exact_answer_ids(
       fits = len(text) <= max_answer_length and set(text) <= characters
       if not fits or any(token in text for token in longer):
         raise ValueError(
-          f"the answer {text!r} cannot be compared on ids: it must have at most"
-          f" max_answer_length = {max_answer_length} characters, each a token,"
-          " and contain no multi-character token; use exact_answer on text"
+          f"the answer {text!r} cannot be compared on ids: each character (at"
+          f" most max_answer_length = {max_answer_length}) must be a token, and"
+          " no longer token may occur in it; compare texts instead"
         )
       answer[row, : len(text)] = [_code(0, character) for character in text]
     return {"answer": answer}
@@ -135,8 +135,8 @@ def _token_texts(tokenizer: Any) -> list[str]:
 
 def _unfit(reason: str) -> ValueError:
   return ValueError(
-    "the exact-answer reward on ids needs a tokenizer of single characters, but"
-    f" {reason}: use the reward on text (exact_answer) with this tokenizer"
+    "exact_answer on ids needs # and digits as single-character tokens, but"
+    f" {reason}: compare texts instead (reward.on_device = False)"
   )
 
 

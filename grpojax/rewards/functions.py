@@ -51,7 +51,7 @@ log; or a `Trl` function of all completions of a prompt."""
 
 
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
-  """Returns the reward function of a name with its options bound.
+  """Returns the reward function called `name`, with its options bound.
 
   ValueError if it cannot be loaded, or has wrong parameters or options.
   """
@@ -129,7 +129,7 @@ def resolve_all(
 def combine(
   values: Sequence[int | float | None], weights: Sequence[int | float]
 ) -> float | None:
-  """Returns the weighted sum of the values except None; None without values."""
+  """Returns the weighted sum without None values; None if all are None."""
   pairs = zip(values, weights, strict=True)
   terms = [weight * value for value, weight in pairs if value is not None]
   return math.fsum(terms) if terms else None

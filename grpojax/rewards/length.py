@@ -11,7 +11,7 @@ def length(
 ) -> float:
   """Returns -|length - target| / max_completion_length.
 
-  This is L1's penalty (arXiv 2503.04697, eq. 1) in units of the length limit.
+  This is LCPO's penalty (arXiv 2503.04697, eq. 1) in units of the length limit.
   ValueError for a negative target.
   """
   if target < 0:

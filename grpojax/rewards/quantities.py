@@ -156,7 +156,7 @@ def unwrap(text: str) -> str:
 
 
 def _without_unit(text: str) -> str:
-  r"""Removes a known unit, or any unit in \text{}, from an expression."""
+  r"""Removes units at the end of an expression, also nouns in \text{}."""
   while (after := _AFTER.search(text, max(len(text) - 120, 0))) and (
     _is_unit(after["text"], _LETTERS | _UNITS)
     if after["text"]

@@ -67,7 +67,7 @@ def equal(answer: str, expected: str) -> bool:
 
 
 def _comparable(answer: str, expected: str) -> bool:
-  """Returns False for answers of different form, or known to be misread."""
+  """Returns False if answers differ in form, or are known to be misread."""
   sides = answer, expected
   bare = [_COMMAND.sub(" ", text) for text in sides]
   if any(map(_MISREAD.search, sides)) or any(map(_HUGE.search, sides)):

@@ -37,7 +37,7 @@ MOST_CHANGED = tuple(
   "optim.micro_batches".split()
 )
 
-LORA_RATE = 1e-5  # usual rate of adapters, 10 times that of full fine-tuning
+LORA_RATE = 1e-5  # usual learning rate of adapters; full fine-tuning: 1e-6
 
 
 def _declare_settings() -> Section:
@@ -73,8 +73,8 @@ def parse_job(
 ) -> tuple[ConfigDict, ConfigDict]:
   """Parses a program's command line; returns its config and its flags' values.
 
-  The default config is arithmetic.py for bundled models and own_model.py for
-  other models, with the learning rate `LORA_RATE` for adapters.
+  Defaults come from the bundled config arithmetic.py for bundled models, else
+  from own_model.py, with the learning rate `LORA_RATE` for adapters.
   """
   parse = functools.partial(command_line.parse, argv, flags, declared, about)
   config, values = parse(default_job)
@@ -87,7 +87,7 @@ def parse_job(
 
 
 def from_config(config: ConfigDict) -> TrainSettings:
-  """Returns a config's settings; a ValueError lists all errors and remedies."""
+  """Converts a config to settings; ValueError lists errors with remedies."""
   configs.refuse(settings_lib.key_errors(SETTINGS, config))
   tree = config.to_dict()
   errors = []

@@ -15,7 +15,7 @@ def learning_rate(settings: TrainSettings) -> optax.Schedule:
   schedule = SCHEDULES[optim.schedule](peak, decay)
   if not optim.warmup_steps:
     return schedule
-  first = peak / (optim.warmup_steps + 1)  # more than 0
+  first = peak / (optim.warmup_steps + 1)  # not 0, to use the first update
   warmup = optax.linear_schedule(first, peak, optim.warmup_steps)
   return optax.join_schedules([warmup, schedule], [optim.warmup_steps])
 

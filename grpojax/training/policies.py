@@ -45,7 +45,7 @@ class Policy(NamedTuple):
   vmappable: bool = True  # True if `jax.vmap` accepts the model's functions
   teacher: "Policy | None" = None  # reference if it is a different model
   name: hub.Name | None = None  # name and commit on the Hub
-  ignore_keys: tuple[str, ...] = ()  # in config.json
+  ignore_keys: tuple[str, ...] = ()  # unknown keys in config.json
   stop: StopTable | None = None  # stop strings
 
   @property
@@ -59,9 +59,9 @@ def find_model(
 ) -> pathlib.Path:
   """Returns the directory of a model, downloaded if necessary.
 
-  `path` is a model directory, a finished run, a .gguf file or a bundled model's
-  name. A path that does not exist names ORG/NAME or ORG/NAME@REVISION on the
-  Hugging Face Hub (only `files` are downloaded). ValueError without a model.
+  `path` is a model directory, a finished run, a .gguf file, a bundled model's
+  name or, if no such path exists, ORG/NAME[@REVISION] on the Hugging Face Hub
+  (only `files` are downloaded). ValueError if there is no model.
   """
   name = hub.parse(path)
   on_hub = name is not None and not hf.exists(path)
@@ -137,7 +137,7 @@ def check_positions(
 ) -> None:
   """Raises ValueError if texts may exceed a model's maximum position.
 
-  Scaled RoPE only causes a warning: its limit may be the one before scaling.
+  With scaled RoPE it only warns: the config may have the limit before scaling.
   """
   hf_config = hf.read_config(directory, ignore_keys)
   limit = hf_config.get("max_position_embeddings") or math.inf

@@ -49,9 +49,9 @@ def load(
 ) -> tuple[policies.Policy, Params]:
   """Loads a policy and its parameters from a model or a run.
 
-  `name` is a model for `policies.find_model`, or a run with checkpoints. The
-  newest checkpoint of a run is loaded, or with `best` the most accurate; its
-  settings replace `model`. ValueError for missing or damaged files.
+  `name` is a model for `policies.find_model`, or a run with checkpoints. Of a
+  run, the newest checkpoint is loaded (with `best` the most accurate), with its
+  settings instead of `model`. ValueError for missing or damaged files.
   """
   path = run_storage.local(name)
   if not run_directory.is_run(path):
@@ -143,7 +143,7 @@ def host_device() -> jax.Device:
 
 
 def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
-  """Returns the directory of a model; None for a run or without a model."""
+  """Returns a model's directory; None for a run, or if there is no model."""
   finished = run_directory.model_directory(path) != path
   if finished or run_directory.is_run(path):
     return None
@@ -178,8 +178,8 @@ def export(
   `run` is a run directory, its gs:// URL, or a model to copy. The source is the
   checkpoint of `step`, the `best` or the newest one, or the model/ of a
   finished run without checkpoints. `adapter` exports LoRA adapters in PEFT's
-  format. `dtype` None keeps the trained format. `ignore_keys` only apply to a
-  model to copy. `out` appears when it is complete.
+  format. `dtype` None keeps the data type. `ignore_keys` are for models,
+  since a run has its own. `out` appears when it is complete.
   """
   path = run_storage.local(run)
   model = _plain_model(path)

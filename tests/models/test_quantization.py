@@ -153,7 +153,7 @@ def test_scales_move_with_their_rows(tiny):
 
 
 def test_formats_need_a_model_with_prepare(tiny):
-  with pytest.raises(ValueError, match="weights_dtype=int8 needs a model"):
+  with pytest.raises(ValueError, match="without weights_dtype=int8"):
     tiny.lm._replace(prepare=None).prepared({}, longest=3, **WEIGHTS.formats)
 
 

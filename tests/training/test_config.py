@@ -129,7 +129,7 @@ REFUSED = [
   (RETURN, "set environment.path"),
   (f"{PLAYED} environment.failed=zero reward.model=judge", "of a failed tr"),
   ("environment.credit=turn", "there are no turns"),
-  (BY_TURN, "reward.functions = 'environment'"),
+  (BY_TURN, "add 'environment' to reward.functions"),
   (f"{BY_TURN} {RETURN} advantage=grpo", "use advantage = 'leave_one_out'"),
   (f"{BY_TURN} {RETURN} diagnostics.every=2", "one advantage per traj"),
   # Mixtures of data sets.
@@ -137,7 +137,7 @@ REFUSED = [
   (f"{MIXED}.weight=0", ".gsm8k.weight = 0: must be a positive number"),
   (f"{MIXED}.name=gsm9k", "name = 'gsm9k': use one of arithmetic, gsm8k"),
   (f"{MIXED}.rewards=length", "rewards = 'length': use names of reward.fun"),
-  (f"{MIXED}.rewards=exact_answer {TWO}", "uses length: remove it"),
+  (f"{MIXED}.rewards=exact_answer {TWO}", "uses the reward length: remove it"),
   (f"{MIXED}=3", "data.mixture.gsm8k = 3: is a section"),
   (f"{MIXED}.weight=1 data.path=x", "use data.mixture.NAME.path"),
   ("data.mixture.a/b.name=gsm8k", "data.mixture = 'a/b': is part of metric"),
@@ -150,7 +150,7 @@ REFUSED = [
   (f"{AGGREGATED} reward.on_device", "normalize', or reward.on_device = False"),
   (f"{AGGREGATED} group_size=1 advantage=vanilla", "a group of 1 has no"),
   (f"{AGGREGATED} advantage=beta_binomial", "cannot read normalised"),
-  (f"{AGGREGATED} {K1}", "a KL penalty in the reward is in nats"),
+  (f"{AGGREGATED} {K1}", "needs unnormalised rewards"),
   (f"{FILTERED} advantage=vanilla", "also uses groups of equal rewards: use"),
   (f"{FILTERED} filter_groups.gen_parts=3", "gen_parts = 3: must divide a"),
   (f"{FILTERED} {TWO} {ACCURACY}", "may differ in other rewards"),
@@ -159,7 +159,7 @@ REFUSED = [
   ("difficulty.band=0.9,0.1", "band = (0.9, 0.1): must be two"),
   ("difficulty.target=0.5,1", "inside (0, 1)"),
   ("difficulty.importance_weights", "no priorities to correct for: use False"),
-  (f"{BY_DIFFICULTY} reward.on_device", "priority = 'varies': the step is one"),
+  (f"{BY_DIFFICULTY} reward.on_device", "priority = 'varies': a step on"),
   (f"{WEIGHTED} diagnostics.every=5", "weights = True: the diagnosis ig"),
 ]
 
@@ -248,7 +248,7 @@ def test_valid_combinations(words):
     # The rollout divides, a micro-batch does not.
     (8, f"{FEW} optim.micro_batches=8", "micro_batch: 1 prompts x 4 samples"),
     (8, f"{AHEAD} mesh.sampling_devices=9", "9: leaves no device for training"),
-    (8, f"{AHEAD} mesh.sampling_devices=4 mesh.fsdp=8", "without the 4 of"),
+    (8, f"{AHEAD} mesh.sampling_devices=4 mesh.fsdp=8", "not counting 4 of"),
   ],
 )
 def test_batches_must_divide_over_devices(devices, words, text):

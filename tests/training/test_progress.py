@@ -27,7 +27,11 @@ BAD = {
   "rewards_missing": (1.0, 0.25, "25% without reward"),
   "zero_variance_groups": (1.0, None, "no group's rewards differ"),
   "truncated": (0.75, None, "75% cut off at sampling.max_new_tokens"),
-  "few_effective_samples": (0.95, None, "95% of the samples without weight"),
+  "few_effective_samples": (
+    0.95,
+    None,
+    "95% of the samples ineffective (importance weights)",
+  ),
 }
 
 

@@ -3,9 +3,9 @@
     data.mixture.easy.name = "arithmetic"    data set; default: the key, easy
     data.mixture.easy.path, .options         like data.path and data.options
     data.mixture.easy.weight = 3.0           relative share; default: 1
-    data.mixture.easy.rewards = ("format",)  of reward.functions; default: all
+    data.mixture.easy.rewards = ("format",)  its reward.functions; default: all
 
-Each example has its data set's name (here easy) in the column
+An example holds the name of its data set (here easy) under the key
 `data.examples.SOURCE`, for reward functions and for metrics per data set.
 """
 
@@ -41,7 +41,7 @@ class Source(NamedTuple):
 def _source(part: str, settings: Mapping[str, Any]) -> Source:
   options = {"name": part} | dict(settings)
   rewards = options.get("rewards", ())
-  if isinstance(rewards, str):  # from a command line
+  if isinstance(rewards, str):  # "a,b" on a command line
     rewards = tuple(x.strip() for x in rewards.split(",") if x.strip())
   return Source(**options | {"rewards": tuple(map(label, rewards))})
 
@@ -53,7 +53,7 @@ def sources(settings: TrainSettings) -> dict[str, Source]:
 
 
 def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
-  """Maps reward functions that skip data sets to the data sets they score."""
+  """Maps reward functions to the data sets they score, if these are not all."""
   parts = sources(settings)
   scored = {}
   for name in map(label, settings.reward.functions):
@@ -91,7 +91,7 @@ def errors(settings: TrainSettings) -> list[str]:
     return lines
   used = [_source(part, x).rewards or labels for part, x in parts.items()]
   if idle := set(labels).difference(*used):
-    remedy = f"no data set of {SECTION} uses {min(idle)}: remove it"
+    remedy = f"no data set of {SECTION} uses the reward {min(idle)}: remove it"
     lines.append(config_error("reward.functions", functions, remedy))
   return lines
 
@@ -127,7 +127,7 @@ def _part_errors(part: str, options: Any, labels: Sequence[str]) -> list[str]:
     ("name", values["name"] in kinds, f"use one of {', '.join(kinds)}"),
     ("weight", number and 0 < weight < math.inf, "must be a positive number"),
     ("path", isinstance(values["path"], str), "must be a string"),
-    ("options", isinstance(values["options"], Mapping), "is a section"),
+    ("options", isinstance(values["options"], Mapping), "must be a dict"),
     ("rewards", known, f"use names of reward.functions, each once: {labels}"),
   ):
     if not holds:
@@ -138,7 +138,7 @@ def _part_errors(part: str, options: Any, labels: Sequence[str]) -> list[str]:
 def by_source(
   settings: TrainSettings, examples: Sequence[Mapping[str, Any]]
 ) -> dict[str, np.ndarray]:
-  """Returns the examples' row indices per data set; {} without a mixture."""
+  """Maps data sets to the indices of their examples; {} without a mixture."""
   rows_of: dict[str, list[int]] = {name: [] for name in sources(settings)}
   for i, example in enumerate(examples if rows_of else ()):
     rows_of[example[SOURCE]].append(i)
@@ -153,7 +153,7 @@ def metrics(
   """Returns a step's metrics per data set; {} without a mixture.
 
   The metrics are `NAME/prompts`, `NAME/reward_mean` (of finite rewards, if any)
-  and `NAME/zero_variance_groups`, all before reward.aggregation.
+  and `NAME/zero_variance_groups`, of rewards before reward.aggregation.
   """
   row: dict[str, int | float] = {}
   for name, rows in by_source(settings, examples).items():

@@ -32,8 +32,8 @@ def template_options(settings: TrainSettings, policy: Policy) -> dict[str, Any]:
   ).tools
   if tools and "tools" not in str(policy.tokenizer.chat_template or ""):
     raise ValueError(
-      "environment: this model has no chat template with tools: use an "
-      "instruct model that calls tools, or an environment with `step`"
+      "environment: this model's chat template, if any, ignores tools: use a "
+      "model that calls tools, or an environment with `step` and no tools"
     )
   return options | ({"tools": tools} if tools else {})
 
@@ -54,7 +54,7 @@ def encoder(settings: TrainSettings, policy: Policy):
 def prompt_batches(
   settings: TrainSettings, policy: Policy, examples, **options: Any
 ) -> Batches:
-  """Returns batches of `pipeline.prompt_batches` in the policy's format."""
+  """Yields batches of prompts, formatted and tokenized for the policy."""
   return pipeline.prompt_batches(
     examples,
     encoder(settings, policy),
@@ -76,8 +76,8 @@ def padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Prompts:
 def trim(prompts: Prompts) -> Prompts:
   """Removes padding shared by all prompts of a batch, on the host.
 
-  The new length is a multiple of a quarter of the old length (rounded up), so
-  that at most four sizes are compiled.
+  The new length is 1/4, 1/2, 3/4 or all of the old length (rounded up), so that
+  at most four sizes are compiled.
   """
   limit = prompts.prompt_ids.shape[1]
   longest = np.sum(prompts.prompt_mask, axis=-1).max()
@@ -90,7 +90,7 @@ def trim(prompts: Prompts) -> Prompts:
 
 
 def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
-  """Returns trimmed batches with each held-out example once."""
+  """Returns trimmed batches that contain each held-out example once."""
   size = settings.eval.batch_size
   untrimmed = prompt_batches(
     settings, policy, examples, batch_size=size, shuffle=False, repeat=False
@@ -116,7 +116,7 @@ def training_batches(
   start: int = 0,
   parts: int = 1,
 ) -> Batches:
-  """Returns training batches, `parts` per step, from prompt `start` on."""
+  """Returns batches of 1/`parts` of a step's prompts, beginning at `start`."""
   samples = batches.samples_per_step(settings)
   target = None
   if settings.reward.on_device:

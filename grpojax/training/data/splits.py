@@ -1,7 +1,7 @@
 """Training and held-out examples, without prompts that are too long.
 
 A run reads all examples of a finite data set when it starts or resumes, to find
-too long prompts and changed data before it trains.
+overlong prompts and changed data before it trains.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ def load_split(
 
   ValueError if there are such prompts, unless data.too_long = "drop". Lengths
   come from `cache`, a file of `save_lengths`, or else from the tokenizer.
-  `examples` default to `load_examples`; `check_signals` is called at each.
+  `check_signals` is called per example; `examples` default to `load_examples`.
   """
   fit = functools.partial(_fit, settings, policy, cache, check_signals)
   if examples is None:

@@ -2,8 +2,8 @@
 
 Estimates use one value per prompt, because samples of a prompt are dependent.
 
-Models differ in prompt format and tokenizer, so `data.too_long` may drop
-different prompts. Two models are compared on prompts that neither drops.
+Models differ in prompt format and tokenizer, so `data.too_long = "drop"` may
+drop different prompts. Two models are compared on the prompts that both keep.
 """
 
 import functools
@@ -66,7 +66,7 @@ class Evaluation(NamedTuple):
 def _in_common(
   names: Sequence[str], splits: Sequence[splits_lib.Split]
 ) -> list[Any]:
-  """Returns each model's examples, limited to those that fit all models."""
+  """Returns each model's examples, without prompts too long for some model."""
   text = functools.partial(json.dumps, sort_keys=True)
   prompts = [
     [text(x.examples[i]["prompt"]) for i in range(len(x.examples))]
@@ -137,7 +137,7 @@ def evaluate(
 ) -> Evaluation:
   """Samples and scores completions of every batch of a data set.
 
-  Uses `params`, not the policy's parameters; without a mesh a single device.
+  Uses `params`, not the policy's parameters, and without a mesh one device.
   The last batch may be smaller. `step` is the number of finished steps, for
   rewards that depend on it (`scoring.with_step`). `check_signals` is called
   before each batch, there with `together=True` in all processes, and while
@@ -193,7 +193,7 @@ Answer = Callable[[str, str], str | None]
 
 
 def answer_reader(settings: TrainSettings, name: str) -> Answer:
-  """Returns the answer extractor of a reward function in `VOTING`."""
+  """Returns the function by which a reward in `VOTING` extracts answers."""
   if name == "exact_answer":
     return lambda completion, prompt: exact.given_answer(completion)
   options = scoring.reward_options(settings)[name]
@@ -220,7 +220,7 @@ def per_prompt(
   answer: Answer | None = None,
   graded: bool = False,
 ) -> dict[str, np.ndarray]:
-  """Returns metrics per prompt, [prompts], by name.
+  """Returns metrics by name, each an array with a value per prompt.
 
   The metrics are pass@k for each of `ks`, or the first completion's accuracy if
   `ks` is empty; maj@k if there is an `answer`; and the mean reward, if no
@@ -243,7 +243,7 @@ def per_prompt(
 def _with_interval(
   values: Mapping[str, np.ndarray], rows: Int[np.ndarray, "n"]
 ) -> dict[str, np.ndarray]:
-  """Selects prompts; if there is a single prompt, keeps only the accuracy."""
+  """Selects prompts by index; for a single prompt, keeps only the accuracy."""
   several = len(rows) > 1
   names = [name for name in values if several or name == "accuracy"]
   return {name: values[name][rows] for name in names}
@@ -298,7 +298,7 @@ def estimate(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
-  """Returns estimates for JSON: [mean, low, high]; accuracy as three fields."""
+  """Converts estimates to JSON: [mean, low, high], or 3 fields for accuracy."""
   estimates = {name: list(estimate(value)) for name, value in values.items()}
   accuracy = estimates.pop("accuracy", [])
   names = ("accuracy", "accuracy_low", "accuracy_high")
@@ -308,7 +308,7 @@ def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def compare(
   a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
 ) -> dict[str, intervals.PairedDifference]:
-  """Returns paired differences a - b of two models' metrics of `per_prompt`.
+  """Compares two models' metrics of `per_prompt`: paired differences a - b.
 
   The interval is Agresti and Min's for values 0 and 1, else Student's.
   """

@@ -35,16 +35,16 @@ def parse(text: str) -> range:
 def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
   """Yields `(step) -> context manager`, which traces a step of profile.steps.
 
-  `text` is profile.steps; `done` is the number of steps before this start.
-  The trace ends after its last step, or with the context. Writing a large trace
-  may fail, so close the context after the state is saved.
+  `text` is profile.steps; `done` is the number of completed steps.
+  Tracing ends after the last step to trace, or with the context. Writing
+  a large trace may fail, so close the context after the state is saved.
   """
   steps = parse(text)
   folder = run / PROFILE
   running = False
   before = {*folder.glob(_TRACES)}
   if steps and steps[-1] <= done:
-    print(f"profile.steps = {text!r}: already done, so not traced")
+    print(f"profile.steps = {text!r}: not traced, since these steps are done")
 
   def attempt(function):
     """Calls `function`; an error ends the trace but not the run."""

@@ -3,7 +3,7 @@
 Metrics are named by the code that computes them: `rollout`, `update` and the
 losses in `core`, `statistics.diagnostics`, `advantage_errors`, `training.step`,
 `training.data.mixtures`, `training.run.fit`, and `evaluation.numbers`.
-`reports.metric_groups` may give them titles.
+`reports.metric_groups` gives titles to some of them.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def _append(run: Run, name: str, row: dict[str, Any]) -> None:
 
 
 def _ids(run: Run) -> dict[str, str]:
-  """Reads the run's id per tracker; ValueError for a damaged file."""
+  """Reads the run's id in each tracker; ValueError for a damaged file."""
   file = run.file(run_directory.TRACKED)
   if not file.exists():
     return {}
@@ -154,7 +154,7 @@ def record(run: Run, row: dict[str, Any]) -> None:
 
 
 def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
-  """Returns recorded evaluations of `step` on the current number of prompts."""
+  """Returns evaluations recorded at `step` on the current number of prompts."""
   key = step, len(run.held_out.examples)
   return [
     row
@@ -166,9 +166,9 @@ def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
 def evaluate_held_out(
   run: Run, params: Params, step: int, check_signals: Callable[[], None]
 ) -> dict[str, Any]:
-  """Evaluates greedily on held-out prompts; records and returns a row.
+  """Evaluates greedily on held-out prompts; records and returns the metrics.
 
-  `check_signals` is called meanwhile; if it raises, no row is recorded.
+  `check_signals` is called meanwhile; if it raises, no metrics are recorded.
   """
   settings = run.settings
   result = evaluation.evaluate(

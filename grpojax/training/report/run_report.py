@@ -35,7 +35,7 @@ def _json(text: str | bytes) -> dict[str, Any] | None:
 
 
 def _cannot_be_read(path: pathlib.Path, error: OSError) -> list[str]:
-  """Returns a note for the page, unless the file does not exist."""
+  """Returns a note that a file cannot be read; [] if it does not exist."""
   if isinstance(error, FileNotFoundError):
     return []
   return [f"{path.name} cannot be read: {error.strerror or error}"]

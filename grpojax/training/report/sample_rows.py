@@ -14,7 +14,7 @@ are written to samples.jsonl, one row per completion:
                       advantage may use another number: see reward.aggregation,
                       loss.kl_placement and loss.truncated
     rewards           reward, or null, of each function by name
-    advantage         in the loss; 0 if the loss does not use the completion
+    advantage         value in the loss; 0 if the completion is not used
     truncated         True if cut off at the limit of tokens, without an EOS
     tokens            text of each token, the EOS included
     logprobs          rollout log-probability per token, in nats; null, like
@@ -27,7 +27,7 @@ are written to samples.jsonl, one row per completion:
 
 Every step writes a row to rewards.jsonl, whose `counts` are pairs of a reward
 and its number of completions, in rising order. More than `BINS` different
-rewards are counted in `BINS` equal intervals, named by their middles.
+rewards are counted in `BINS` equal intervals, each given by its middle.
 """
 
 import functools

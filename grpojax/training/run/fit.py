@@ -61,7 +61,7 @@ class _PromptStream:
     settings = self._run.settings
     policy = self._run.policy
     args = settings, policy, self._run.train.examples, group_size
-    if state.difficulty is not None:  # `map` is lazy: errors come in `take`
+    if state.difficulty is not None:  # `map` is lazy: `take` raises its errors
       self._batches = map(functools.partial(difficulty.draw, *args), [state])
     elif self._group_size != group_size:
       self._group_size = group_size
@@ -70,7 +70,7 @@ class _PromptStream:
       self._batches = prompts_lib.training_batches(*args, start, parts)
 
   def take(self, step: int, count: int = 1):
-    """Returns the next `count` parts; Stopped if data are gone or changed."""
+    """Takes `count` parts; raises Stopped if data are missing or changed."""
     run = self._run
     try:
       prompts, examples = prompts_lib.take(self._batches, count, run.mesh)
@@ -290,7 +290,7 @@ def run(
     stack.enter_context(compilation.announced(announce))
 
     def check_signals(together=False):
-      if interrupted:  # by Ctrl-C, but other code caught the exception
+      if interrupted:  # other code caught the exception of Ctrl-C
         raise KeyboardInterrupt
       if requested(together):
         raise Preempted

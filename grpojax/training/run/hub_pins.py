@@ -70,7 +70,7 @@ def data_options(
 
 
 def _add(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
-  """Adds commits that the settings lack; existing ones stay the same."""
+  """Adds commits that the settings lack; keeps existing commits."""
   commits = {**commits, **_commits(settings.commits)}
   lines = sorted(f"{key}={commit}" for key, commit in commits.items())
   return dataclasses.replace(settings, commits=tuple(lines))

@@ -52,7 +52,7 @@ def _cache(
   names: tuple[str, ...],
   in_8_bits: bool = False,
 ) -> Part:
-  """Returns the key-value cache; `names` are settings of its batch size."""
+  """Returns the memory of the key-value cache; `names` set its batch size."""
   itemsize = jnp.dtype(settings.model.dtype).itemsize
   # Numbers per token: a key and a value in each layer.
   token = 2 * model.layers * model.kv_heads * model.head_dim
@@ -202,8 +202,8 @@ def refuse(phases: Phases, limit: int | None = None) -> None:
 def host_bytes(root: str | os.PathLike = "/") -> int:
   """Returns the memory of this machine or container in bytes, with swap space.
 
-  A smaller limit of a control group replaces the physical memory.
-  `root` is the directory of `proc` and `sys`.
+  If a control group has a smaller limit, it replaces the physical memory.
+  `root` contains the directories `proc` and `sys`.
   """
 
   def read(name: str) -> str:

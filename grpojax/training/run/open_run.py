@@ -95,7 +95,7 @@ def settle(
 
 
 def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
-  """Returns checksums of grpojax's files, which may differ between hosts."""
+  """Returns checksums of grpojax's files, to compare them between hosts."""
   return "\n".join(
     f"{path.relative_to(root)}: crc32 {zlib.crc32(path.read_bytes()):08x}"
     for path in sorted(root.rglob("*.py"))
@@ -111,7 +111,7 @@ def _files(settings: TrainSettings) -> dict[str, str]:
 
 
 def _user_files(settings: TrainSettings) -> dict[str, str]:
-  """Returns the texts of the user's functions and their imports, by path."""
+  """Maps files of the user's functions and their imports to their texts."""
   texts = {}
   environment = settings.environment
   names = *settings.reward.functions, *environment.tools, environment.path
@@ -138,7 +138,7 @@ def open_all(
   sync: Callable[..., None],
   screen: Screen,
 ):
-  """Checks a run and opens its resources on the stack.
+  """Checks a run and opens its resources, which the stack will close.
 
   Returns the run, its newest state, the optimizer, the progress and the
   checkpointer; SystemExit with a message if the run cannot start.

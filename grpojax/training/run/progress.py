@@ -54,7 +54,7 @@ STOP_CONDITIONS = {
   ),
   "few_effective_samples": Trouble(
     0.9,
-    "{:.0%} of the samples without weight",
+    "{:.0%} of the samples ineffective (importance weights)",
     "importance weights left at most 10% of the samples effective "
     "(rollout_effective_samples)",
     value=lambda row: 1.0 - float(row.get("rollout_effective_samples", 1)),
@@ -138,7 +138,7 @@ def with_pooled_group_size(progress: Progress, row: Row) -> dict[str, Any]:
 
 
 def troubles(row: Row) -> list[str]:
-  """Returns a text per stop condition that the progress line should show."""
+  """Returns the problems of a step, as texts for the progress line."""
   return [
     STOP_CONDITIONS[name].words.format(value)
     for name, value in _values(row).items()

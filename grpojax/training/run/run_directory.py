@@ -257,7 +257,7 @@ def open_run(path: Path, settings: TrainSettings) -> bool:
 
 
 def own_files(path: Path) -> None:
-  """Replaces links among a run's files by copies of their targets."""
+  """Replaces symbolic links to a run's files by copies of their targets."""
   for name in (*_REPLACED, CHANGES):
     file = pathlib.Path(path) / name
     if file.is_file() and file.is_symlink():

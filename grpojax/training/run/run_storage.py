@@ -2,8 +2,8 @@
 
 Orbax writes checkpoints directly to gs://, from all processes. Buckets cannot
 append to files, so a run works on a local copy and uploads changed files, each
-whole or not at all. Files that mark other files as valid are uploaded after
-these and removed before them (`_rank`).
+whole or not at all. A file that marks other files as valid is uploaded
+after them and removed before them (`_rank`).
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _NOT_COPIED = re.compile(r"(^|/)\.|/$")
 # Weights in formats other than safetensors; some contain code (pickle).
 _NOT_READ = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
 
-# gcsfs also raises the errors that it logs.
+# The log of gcsfs only repeats errors that it raises.
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
@@ -68,7 +68,7 @@ def reference(path: str | os.PathLike) -> epath.Path:
 
 
 def origin(local: str | os.PathLike) -> epath.Path:
-  """Returns the URL of a copy's original; other directories stay the same."""
+  """Returns the URL of a local copy; other directories stay the same."""
   file = pathlib.Path(local) / ORIGIN
   return epath.Path(file.read_text() if file.is_file() else local)
 
@@ -127,7 +127,7 @@ def _list_remote(fs: Any, root: str, url: str) -> list[str]:
   except FileNotFoundError:
     return []
   names = [name for name in names if name and not _NOT_COPIED.search(name)]
-  if names and _BEGUN not in names:  # the directory may be terabytes
+  if names and _BEGUN not in names:  # the directory may hold terabytes
     raise ValueError(
       f"{url} has files but no {_BEGUN}: give a run, a model or a new directory"
     )
@@ -182,7 +182,7 @@ def _upload(
 
 @contextlib.contextmanager
 def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
-  """Holds the lock of a run directory, an object created exclusively.
+  """Holds the lock of a run on gs://, which only one process can create.
 
   If the lock exists, the ValueError names its holder. Only the user can remove
   the lock of a killed process.
@@ -240,7 +240,7 @@ def _make_sync(fs: Any, root: str, local: pathlib.Path, url: str) -> Sync:
 
 @contextlib.contextmanager
 def _working_copy(url: str) -> Iterator[tuple[pathlib.Path, Sync]]:
-  """Locks a run on gs:// and works on a copy; uploads it at the end."""
+  """Locks a run on gs://; yields a local copy, which it uploads at the end."""
   fs, root = _file_system(url)
   local = pathlib.Path(tempfile.mkdtemp(prefix="grpojax-run-"))
   with contextlib.ExitStack() as removal, contextlib.ExitStack() as stack:
@@ -279,7 +279,7 @@ def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
   `lazily=True` it uploads at most every `PUSH` seconds and retries failures.
 
   Raises:
-    ValueError: in all processes, if any process cannot use the directory.
+    ValueError: in all processes, if a process cannot use the directory.
     interrupts.Left: SIGTERM arrived (only gs:// with a single process).
     disk.WriteFailed: the last changes could not be uploaded; a printed line
       names the local copy, which stays.
@@ -299,7 +299,7 @@ def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
 
 
 def local(path: str | os.PathLike) -> pathlib.Path:
-  """Returns a directory to read; copies gs:// and .gguf to ~/.cache/grpojax."""
+  """Returns a local path; gs:// and .gguf are copied to ~/.cache/grpojax."""
   if gguf_directory.is_named(path):
     return gguf_directory.local(path)
   if not is_url(path):

@@ -37,7 +37,7 @@ def make_mesh(
   except ValueError as error:
     if not reserved:
       raise
-    text = f"{error}, without the {reserved} of mesh.sampling_devices"
+    text = f"{error} (not counting {reserved} of mesh.sampling_devices)"
     raise ValueError(text) from None
 
 

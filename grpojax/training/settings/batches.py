@@ -37,14 +37,14 @@ def own_sampling_mesh(s: TrainSettings, mesh: Mesh) -> Mesh:
   count = s.mesh.sampling_devices
   if count and jax.process_count() > 1:
     raise ValueError(
-      f"mesh.sampling_devices = {count}: works in a single process only: use 0"
+      f"mesh.sampling_devices = {count}: needs a single process: use 0"
     )
   separate = jax.devices()[-count:] if count else ()
   return sampling_mesh(mesh, s.mesh.sampling_tensor, separate)
 
 
 def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
-  """Raises ValueError unless the mesh divides the rows of every batch."""
+  """Raises ValueError if a batch's rows cannot be divided among devices."""
   update = s.optim.update
   evaluating = sampling_mesh(mesh, s.mesh.sampling_tensor)
   check_rows(evaluating, eval_batch=s.eval.batch_size)

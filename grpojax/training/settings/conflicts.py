@@ -65,14 +65,15 @@ def _model_needs(s: TrainSettings) -> Needs:
 
 def _reward_needs(s: TrainSettings) -> Needs:
   if s.reward.on_device:
-    why = "the step is one program without texts: reward.on_device = False"
+    why = "a step on the device is one program without texts: "
+    why += "reward.on_device = False"
     yield _ONE_SUM | {"filter_groups.enable": False, "sampling.stop": ()}, why
     yield {"sampling.ahead": 0, "sampling.parts": 1}, why
     yield {"model.reference": "device", "model.reference_prompt": ""}, why
     yield {"difficulty.priority": DIFFICULTY_OFF}, why
   if s.loss.needs_reference and s.loss.kl_placement == "reward":
-    why = "a KL penalty in the reward is in nats, and gives groups of equal "
-    why += "rewards a gradient: loss.kl_placement = 'ratio'"
+    why = "a KL penalty in the reward needs unnormalised rewards, and gives "
+    why += "groups of equal rewards a gradient: loss.kl_placement = 'ratio'"
     yield _ONE_SUM | {"filter_groups.enable": False}, why
   if s.environment.on:
     why = "does not work with an environment: no environment.path"
@@ -91,7 +92,7 @@ def _reward_needs(s: TrainSettings) -> Needs:
 
 def _sampling_needs(s: TrainSettings) -> Needs:
   if s.difficulty.priority != DIFFICULTY_OFF:
-    why = "rewards of all earlier steps choose the prompts of a step: "
+    why = "a step's prompts depend on the rewards of all earlier steps: "
     why += f"difficulty.priority = {DIFFICULTY_OFF!r}"
     yield {"filter_groups.enable": False, "sampling.ahead": 0}, why
   else:
@@ -101,16 +102,14 @@ def _sampling_needs(s: TrainSettings) -> Needs:
     why = "the diagnosis ignores importance weights: diagnostics.every = 0"
     yield {"difficulty.importance_weights": False}, why
   if s.sampling.ahead:
-    why = (
-      "rewards are unknown when the next step is sampled: sampling.ahead = 0"
-    )
+    why = "rewards are unknown while sampling ahead: sampling.ahead = 0"
     yield {"filter_groups.enable": False}, why
   else:
-    why = "these devices would wait for the update: sampling.ahead = 1"
+    why = "these devices would be idle in updates: sampling.ahead = 1"
     yield {"mesh.sampling_devices": 0}, why
   if s.group_size == AUTO:
-    why = "group_size = 'auto' follows the error of the full gradient, with "
-    why += "all completions at equal weight: a number for group_size"
+    why = "group_size = 'auto' minimises the error of a gradient in which all "
+    why += "completions have equal weight: a number for group_size"
     yield {"loss.truncated": "keep", "loss.correction": "none"}, why
     zero = ("loss.advantage_clip", "loss.off_policy_threshold")
     yield dict.fromkeys((*zero, "sampling.ahead"), 0), why
@@ -143,7 +142,7 @@ def _texts(s: TrainSettings) -> Rows:
   if not all(isinstance(x, str) and x for x in stop):
     yield "sampling.stop", "must be non-empty strings"
   if prompt and "prompt" not in (tokenization.fields(prompt) or ()):
-    remedy = "must contain {prompt}; double the braces that are not a field"
+    remedy = "must contain {prompt}; write other braces twice: {{ and }}"
     yield "model.reference_prompt", remedy
   texts = {
     "sampling.stop": "".join(map(str, stop)),
@@ -191,7 +190,7 @@ def _loss(s: TrainSettings) -> Rows:
   if loss.correction != "none" and not on_policy:
     remedy = "with several updates per step and loss.old_logprobs = 'rollout' "
     remedy += "ratios already correct for the sampler: use loss.old_logprobs = "
-    yield "loss.correction", f"{remedy}'trainer', or none"
+    yield "loss.correction", f"{remedy}'trainer', or no correction"
   off_policy = off_policy_conflicts(
     loss, s.optim.update, s.sampling.distribution, s.sampling.ahead
   )
@@ -251,7 +250,7 @@ def _turns(s: TrainSettings) -> Rows:
   except ValueError as error:
     yield "environment.credit", f"{error}".partition(": ")[2]
   if not scored:
-    remedy = "turns get rewards from reward.functions = 'environment': add it"
+    remedy = "needs rewards per turn: add 'environment' to reward.functions"
     yield "environment.credit", f"{remedy}, or use 'trajectory'"
 
 
@@ -285,7 +284,7 @@ def _group_size(s: TrainSettings) -> Rows:
     yield "diagnostics.every", remedy
   number = "or a number for group_size"
   if s.loss.weighting == "sequence_mean":
-    remedy = "group_size = 'auto' follows the error of a gradient with equal "
+    remedy = "group_size = 'auto' minimises the error of a gradient with equal "
     remedy += f"token weights: use another weighting, {number}"
     yield "loss.weighting", remedy
   if s.loss.advantage not in advantages.SCALED_LEAVE_ONE_OUT:

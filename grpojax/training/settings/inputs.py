@@ -59,8 +59,8 @@ class ModelSettings:
   )
   attention: str = option(
     "auto",
-    "attention in rows of more than 256 tokens: plain = whole rows; blocks = "
-    "block by block in JAX; kernel = fused; auto = kernel, but blocks on CPUs",
+    "attention in rows over 256 tokens: plain = whole rows at once; blocks = "
+    "key blocks, in JAX; kernel = fused; auto = blocks on CPUs, else kernel",
     ATTENTION,
   )
   teacher: str = option(
@@ -75,14 +75,14 @@ class ModelSettings:
   )
   reference: str = option(
     "device",
-    "memory of the reference; host = copied to the devices for each pass",
+    "memory for the reference; host = copied to devices for each forward pass",
     REFERENCE_MEMORY,
   )
   reference_every: int = not_negative(
     0, "steps between updates of the reference; 0 = no updates"
   )
   reference_mix: float = option(
-    1.0, "policy's share of an updated reference; 1 = copy", within="(0, 1]"
+    1.0, "policy's share in each reference update; 1 = copy", within="(0, 1]"
   )
 
 
@@ -93,7 +93,7 @@ class LoraSettings:
   rank: int = not_negative(0, "rank of the adapters; 0 = full fine-tuning")
   alpha: float = positive(32.0, "adapters are scaled by alpha / rank")
   targets: str = option(
-    "layers/(q|k|v|o|gate|up|down)", "regex of the adapted weights' paths"
+    "layers/(q|k|v|o|gate|up|down)", "regex for the paths of adapted weights"
   )
 
 
@@ -105,10 +105,10 @@ class DataSettings:
   path: str = option(
     "", "data file, directory or glob pattern; for huggingface also ORG/NAME"
   )
-  options: Mapping[str, Any] = free_field("arguments of the data set")
+  options: Mapping[str, Any] = free_field("keyword arguments of the data set")
   mixture: Mapping[str, Any] = free_field(
     "several data sets instead of data.name: mixture.NAME.name, .path, "
-    ".options, .weight, .rewards (the reward.functions that score this one)"
+    ".options, .weight, .rewards (its reward.functions; default: all)"
   )
   max_prompt_length: int = not_negative(
     0, "maximum tokens per prompt, template included; 0 = longest prompt"
@@ -145,16 +145,16 @@ class DifficultySettings:
     (DIFFICULTY_OFF, *PRIORITIES),
   )
   uniform: float = option(
-    0.1, "share of prompts drawn without priorities", within="(0, 1]"
+    0.1, "share of prompts drawn uniformly, not by priority", within="(0, 1]"
   )
-  half_life: float = positive(100.0, "steps after which a result counts half")
+  half_life: float = positive(100.0, "steps after which a reward counts half")
   band: tuple[Any, ...] = option(
     (0.1, 0.9), "lowest and highest success rate for priority = band"
   )
   target: tuple[Any, ...] = option(
     (0.8, 0.3), "success rate for priority = target: first step, last step"
   )
-  rows: int = one_or_more(1, "maximum groups per prompt and step")
+  rows: int = one_or_more(1, "maximum groups of a prompt in a step")
   importance_weights: bool = option(
     False, "weight the loss so that priorities do not change the objective"
   )
@@ -178,8 +178,8 @@ class SamplingSettings:
   )
   ahead: int = option(
     0,
-    "steps to sample ahead: 1 = sample the next step before the update and "
-    "score it during the update (needs loss.correction); 0 = off",
+    "1 = sample the completions of the next step before the update, and "
+    "score them during the update (needs loss.correction); 0 = off",
     within="[0, 1]",
   )
 
@@ -199,10 +199,11 @@ class RewardSettings:
   )
   workers: int = option(
     0,
-    "reward processes per machine; 0 = in the main process (math_answer: 1)",
+    "reward processes per machine; 0 = rewards in the main process, or one "
+    "process if math_answer is used",
     within="[0, 1024]",
   )
-  timeout: float = positive(30.0, "time limit per completion, in seconds")
+  timeout: float = positive(30.0, "reward time limit, seconds per completion")
   thinking: tuple[Any, ...] = option(
     THINKING, "tags OPENING...CLOSING around text that math_answer ignores"
   )
@@ -211,7 +212,7 @@ class RewardSettings:
   )
   model_weight: float = option(1.0, "weight of the reward model's reward")
   on_device: bool = option(
-    False, "score token ids on the device, in a single XLA program per step"
+    False, "run a step, with a reward on token ids, as a single XLA program"
   )
   aggregation: str = option(
     "sum_then_normalize",
@@ -237,16 +238,16 @@ class EnvironmentSettings:
   options: Mapping[str, Any] = free_field("arguments of the environment")
   action: str = option(
     "auto",
-    "action passed to `step` of a class: text = the turn's text; number = its "
-    "last number; json = last JSON value; auto = by action_space, else text",
+    "action for an environment class: text = the turn's text; number = its "
+    "last number; json = its last JSON value; auto = by action_space, or text",
     ACTIONS,
   )
   max_turns: int = one_or_more(8, "maximum turns per trajectory")
   max_observation: int = not_negative(
-    0, "maximum tokens per observation, up to max_new_tokens / 2; 0 = this half"
+    0, "maximum tokens per observation; 0 = the upper limit, max_new_tokens / 2"
   )
   max_turn_tokens: int = not_negative(
-    0, "tokens after which a turn is cut off and answered; 0 = no limit"
+    0, "maximum tokens per turn, then the environment answers; 0 = no limit"
   )
   failed: str = option(
     "drop",
@@ -269,10 +270,10 @@ class EnvironmentSettings:
     "environment processes per machine; 0 = in the main process",
     within="[0, 1024]",
   )
-  timeout: float = positive(30.0, "time limit per answer, in seconds")
+  timeout: float = positive(30.0, "time limit per environment call, in seconds")
   check: str = option(
     "actions",
-    "made-up turns that test at the start whether answers are reproducible: "
+    "test turns at the start, to check that the environment is reproducible: "
     "actions = turns without tool calls; tools = also a call of each tool",
     ("actions", "tools"),
   )
@@ -300,7 +301,7 @@ class FilterGroupsSettings:
     ("reward", "acc"),
   )
   max_num_gen_batches: int = one_or_more(10, "maximum batches drawn per step")
-  gen_parts: int = one_or_more(1, "later draws take batch_size / gen_parts")
+  gen_parts: int = one_or_more(1, "later draws: batch_size / gen_parts prompts")
   rescale: bool = option(
-    False, "multiply gradients by group_acceptance, to restore their scale"
+    False, "scale gradients by group_acceptance, the share of groups that vary"
   )

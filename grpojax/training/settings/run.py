@@ -56,9 +56,9 @@ class AutoGroupSizeSettings:
   start: int = one_or_more(8, "first group size, with batch_size prompts")
   smallest: int = one_or_more(4, "minimum group size")
   largest: int = one_or_more(32, "maximum group size")
-  decay: float = option(0.9, "weight of past estimates", within=DECAY)
+  decay: float = option(0.9, "decay of estimates per diagnosis", within=DECAY)
   margin: float = not_negative(
-    0.25, "log2 distance by which the best size must pass the middle of 2 sizes"
+    0.25, "log2 distance beyond the midpoint of 2 sizes that triggers a change"
   )
   confidence: float = not_negative(
     1.0, "evidence needed for a change, in standard errors"
@@ -73,7 +73,7 @@ class DiagnosticsSettings:
     0, "steps between diagnoses, from step 2 on; 0 = off"
   )
   tangents: int = option(
-    4, "random directions; more give more precise results", within="[2, inf)"
+    4, "random directions to project on; more = more precise", within="[2, inf)"
   )
   share: float = option(
     0.375, "share of prompts to diagnose, but at least 3", within="(0, 1]"
@@ -90,7 +90,7 @@ class EvalSettings:
   every: int = one_or_more(5, "steps between evaluations")
   num_prompts: int = one_or_more(256, "held-out prompts, always the same")
   batch_size: int = one_or_more(128, "prompts per decoding batch")
-  samples: int = not_negative(4, "completions to record and print each time")
+  samples: int = not_negative(4, "completions to record per evaluation")
 
 
 @frozen_options
@@ -113,7 +113,7 @@ class LogSettings:
     1, "steps (in evaluations: batches) between progress lines"
   )
   samples_every: int = one_or_more(10, "steps between recorded completions")
-  sample_groups: int = not_negative(4, "number of groups to record; 0 = none")
+  sample_groups: int = not_negative(4, "groups to record each time; 0 = none")
   report_every: int = not_negative(0, "steps between reports; 0 = at the end")
   trackers: tuple[Any, ...] = option(
     (TENSORBOARD,),
@@ -146,8 +146,8 @@ class StopSettings:
   )
   few_effective_samples: int = not_negative(
     0,
-    "maximum steps in a row with at most 10% effective samples, by importance "
-    "weights of sampling.ahead, int8 or loss.correction; 0 = no limit",
+    "maximum steps in a row in which importance weights leave at most 10% of "
+    "the samples effective (rollout_effective_samples); 0 = no limit",
   )
   no_improvement: int = not_negative(
     0, "maximum evaluations in a row without a higher accuracy; 0 = no limit"
@@ -161,10 +161,10 @@ class MeshSettings:
   data: int = option(-1, "devices that share the rows of a batch")
   fsdp: int = option(
     1,
-    "devices that share rows and parameters, gathered layer by layer",
+    "devices that share rows and parameters (gathered layer by layer)",
   )
   expert: int = option(1, "devices that share rows and experts")
-  tensor: int = option(1, "devices that share heads, MLP and vocabulary")
+  tensor: int = option(1, "devices that share attention, MLP and vocabulary")
   sampling_tensor: int = not_negative(
     0, "devices that share each weight while sampling; 0 = mesh.tensor"
   )

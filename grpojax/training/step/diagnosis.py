@@ -2,7 +2,7 @@
 
 The diagnosis is about the step's first update, with equal weights of all
 completions and of all tokens. (The weighting `sequence_mean` divides scores by
-lengths, so it has another best group size.) Rewards are the weighted sum of all
+lengths, so its best group size differs.) Rewards are the weighted sum of all
 functions, whatever `reward.aggregation` is. The diagnosis ignores
 
 - later updates of the step, which are off-policy;

@@ -145,7 +145,7 @@ def metrics(
   """Returns the metrics of a step's success rates and draw.
 
   Mean and standard deviation are over all prompts; `prompts_seen` is the share
-  of prompts with completions; `effective_prompts` are (sum w)^2 / sum w^2.
+  with completions; `effective_prompts` is (sum w)^2 / sum w^2 of the weights.
   """
   rates = meshes.fetch(state.difficulty)
   a, b = success_rates.posterior(rates)

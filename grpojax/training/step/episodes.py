@@ -140,9 +140,9 @@ def check(
 
 
 def _reset_error(step: Step) -> str:
-  """Returns what is wrong with the result of a reset, or ""."""
+  """Returns the error in the result of a reset, or ""."""
   if step.done or step.reward:
-    return "is done or has a reward: return these from step"
+    return "ends the episode or has a reward: return these from `step`"
   return ""
 
 
@@ -297,7 +297,7 @@ class _Episodes:
 
   def __post_init__(self):
     rows = distributed.my_rows(len(self.examples))
-    self.prompts = range(len(self.examples))[rows]  # indices in this process
+    self.prompts = range(len(self.examples))[rows]  # of this process
     self.states: dict[tuple[int, int], Any] = {}
     self.unended: list[Call] = []  # "end" calls of failed episodes
     # Observations that the model has not read yet.
@@ -395,7 +395,7 @@ class _Episodes:
     return [answer.reward for answer in _in_order(cut, answers)]
 
   def _record(self, turn: Turn, text: str, step: Any) -> Answer:
-    """Writes a step into the transcript, and returns the answer to the turn."""
+    """Records an environment's step in the transcript; returns its answer."""
     place = _place(turn)
     row = self._transcript(*place)
     # The model has now read the observation before this turn.

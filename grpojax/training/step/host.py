@@ -133,7 +133,7 @@ def make_sample_and_reward(
 
   The function returns a generator for `play_together`. The generator first
   yields the arrays being computed, and returns `(rollout, rewards)`.
-  `first_prompt` is the index of the first prompt among all with this key.
+  `first_prompt` is the index of the first prompt among all drawn with `key`.
   """
   submit = functools.partial(scoring.submit_rollout, policy, reward_pool)
   split = jax.jit(functools.partial(sampling.split_prompts, parts=parts))
@@ -377,7 +377,7 @@ class HostStep:
   def _draw_ahead(
     self, state: TrainState, upcoming, timer: Timer, check: Callable[[], Any]
   ) -> tuple[PyTree, Callable[[], Pending]]:
-    """Starts to sample the next step; returns arrays and a finish function."""
+    """Starts sampling the next step; returns its arrays and `finish()`."""
     key = jax.random.fold_in(state.key, state.step + 1)
     params = state.params
     if self.reward_pool.environment is not None:

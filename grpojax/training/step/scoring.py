@@ -62,7 +62,7 @@ class RewardPool(NamedTuple):
 
 
 def reward_options(settings: TrainSettings) -> dict[str, Any]:
-  """Returns the functions' options, with `thinking` for `READ_ANSWERS`."""
+  """Returns the functions' options, with reward.thinking for `READ_ANSWERS`."""
   reward = settings.reward
   readers = set(functions.READ_ANSWERS).intersection(reward.functions)
   thinking = {"thinking": list(reward.thinking)}
@@ -104,7 +104,7 @@ def with_step(
 
 
 def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
-  """Returns a prompt and completion as a chat; as text without a template."""
+  """Returns prompt and completion as a chat, or (without template) as text."""
   if not tokenizer.chat_template:
     return example["prompt_text"] + text
   prompt = example.get(READ, example["prompt"])
