@@ -1,12 +1,8 @@
-"""TPU kernels for decoding: the output head and the cache.
+"""TPU kernel for decoding: the output head.
 
 `draw_parts` draws a token from each part of the vocabulary, without logits in
 memory; `sampling.sample_parts` then draws a part. Columns 128 apart share a
 lane: the kernel draws a lane by the inverse CDF, then a token from the lane.
-
-`write_row` writes a slot of a cache in place. XLA would copy the new rows to
-arrays padded to 128 lanes, then read and write 128 slots per row. The kernel
-only reads and writes the tile with the slot.
 """
 
 import functools
@@ -16,14 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 from grpojax.core.decoding.sampling import NEGATIVE, Parts, share_below
 from grpojax.models.cache import LANES
 
 _ROWS = 256  # maximum rows per step; draws do not depend on it
 _BYTES = 2**23  # of VMEM for weights and logits of a part
-_NEW = 2**15  # maximum new numbers per step: 1 MiB of bfloat16 tiles
 
 
 def _width(head: Shaped[Array, "D V"]) -> int:
@@ -131,47 +126,3 @@ def draw_parts(
   top, total, drawn, logit = out[:, :4, :count].transpose(1, 2, 0)
   ids = jnp.arange(parts) * width + drawn.astype(jnp.int32)
   return Parts(ids=ids, logits=logit, tops=top, sums=total)
-
-
-def write_row(
-  x: Shaped[Array, "L B G K C W"],
-  new: Shaped[Array, "L B G K W"],
-  slot: Int[Array, ""],
-) -> Shaped[Array, "L B G K C W"]:
-  """Returns x with `new` at index `slot` of axis C; 128 divides W."""
-  count, *_, slots, width = shape = x.shape
-  x = x.reshape(count, -1, slots, width)
-  new = new.reshape(count, -1, width)
-  height = 32 // x.dtype.itemsize  # rows of a tile
-  rows = min(x.shape[1], _NEW // width)
-
-  def kernel(slot, new, x, out):
-    row = jax.lax.broadcasted_iota(jnp.int32, out.shape[1:], 1)
-    is_slot = row == jax.lax.rem(slot[0], height)
-    out[0] = jnp.where(is_slot, new[0][:, None], x[0])
-
-  tile = pl.BlockSpec(
-    (1, rows, height, width),
-    lambda layer, i, slot: (layer, i, jax.lax.div(slot[0], height), 0),
-  )
-  new_spec = pl.BlockSpec(
-    (1, rows, width), lambda layer, i, slot: (layer, i, 0)
-  )
-  written = pl.pallas_call(
-    kernel,
-    out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-    grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=1,
-      grid=(count, pl.cdiv(x.shape[1], rows)),
-      in_specs=[new_spec, tile],
-      out_specs=tile,
-    ),
-    input_output_aliases={2: 0},
-    cost_estimate=pl.CostEstimate(
-      flops=0,
-      transcendentals=0,
-      bytes_accessed=(1 + 2 * height) * new.size * x.dtype.itemsize,
-    ),
-    name="write_row",
-  )(slot[None], new, x)
-  return written.reshape(shape)

@@ -1,7 +1,6 @@
-"""TPU kernels of decoding, run by Pallas's interpreter.
+"""TPU kernel that draws tokens, run by Pallas's interpreter.
 
-They draw tokens from the output head, and write tokens to the cache. Run as a
-program with eight devices, this file tests meshes.
+Run as a program with eight devices, this file tests meshes.
 """
 
 import functools
@@ -17,7 +16,6 @@ from grpojax.core.decoding.sampling import Sampling, sample_parts, uniform
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.meshes import make_mesh
 from grpojax.core.types import Prompts
-from grpojax.models import cache as cache_lib
 from grpojax.models import decoding_kernels
 from grpojax.models import transformer as transformer_lib
 from grpojax.models.quantization import quantize
@@ -27,11 +25,6 @@ INTERPRETED = functools.partial(pl.pallas_call, interpret=True)
 V = 700  # parts of 256, 256 and 188 tokens
 D = 8
 WIDTH = 256
-LAYERS = 2
-B = 4
-G = 2
-K = 4
-CAPACITY = 24  # one and a half tiles of 16 rows of bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -165,66 +158,6 @@ def draws_of_devices():
   return np.asarray(ids)
 
 
-def empty(platform, head_dim, dtype):
-  options = dict(head_dim=head_dim, dtype=dtype, platform=platform)
-  sizes = B, G, CAPACITY
-  return cache_lib.create(*sizes, layers=(LAYERS,), kv_heads=K, **options)
-
-
-def written(platform, head_dim, dtype, count, rows=1):
-  """Returns keys and values [.., K, C, E] after `count` writes to sevens."""
-  cache = empty(platform, head_dim, dtype)
-  cache = cache._replace(blocks=jax.tree.map(lambda x: x + 7, cache.blocks))
-  last = jnp.ones((B, G, rows, 3)).at[1, 0, :, 0].set(jnp.nan)
-
-  @jax.jit
-  def write(cache, key):
-    shape = LAYERS, B, G, K, rows, head_dim
-    keys = jax.random.split(key)
-    new = [jax.random.normal(key, shape).astype(dtype) for key in keys]
-    tokens = (cache_lib.KeysValues(*new),)
-    return cache_lib.write(cache, tokens, last, platform)
-
-  for i in range(count):
-    cache = write(cache, jax.random.key(i))
-  ((slots,),) = cache.blocks
-
-  def by_head(x):
-    together = K // x.shape[3]
-    x = x.reshape(*x.shape[:5], together, head_dim).swapaxes(4, 5)
-    return x.reshape(LAYERS, B, G, K, CAPACITY, head_dim)
-
-  arrays = by_head(slots.keys.swapaxes(4, 5)), by_head(slots.values)
-  return np.asarray(arrays, np.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "head_dim, dtype",
-  [(64, "bfloat16"), (32, "float32"), (128, "bfloat16"), (256, "float32")],
-)
-def test_the_kernel_writes_like_other_platforms(head_dim, dtype):
-  keys = empty("tpu", head_dim, dtype).blocks[0][0].keys
-  assert keys.shape[4] == max(head_dim, cache_lib.LANES)
-  for count, rows in ((17, 1), (CAPACITY, 1), (3, 5)):
-    by_kernel = written("tpu", head_dim, dtype, count, rows)
-    expected = written("cpu", head_dim, dtype, count, rows)
-    np.testing.assert_array_equal(by_kernel, expected)
-    slots = count * rows
-    assert np.all(by_kernel[..., slots:, :] == 7)
-    assert np.all(by_kernel[:, :, 1, 0, :, :slots] == 0)  # row with NaN
-
-
-def devices_write_their_own_rows(tensor, width):
-  expected = written("cpu", 64, "bfloat16", 18)
-  with jax.set_mesh(make_mesh(tensor=tensor)):
-    values = empty("tpu", 64, "bfloat16").blocks[0][0].values
-    by_kernel = written("tpu", 64, "bfloat16", 18)
-  assert values.shape[-1] == width
-  assert values.sharding.shard_shape(values.shape)[1] == B * tensor // 8
-  np.testing.assert_array_equal(by_kernel, expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(  # scanned and unrolled layers
   "layers, format",
@@ -260,7 +193,7 @@ def test_samples_equal_those_of_other_platforms(layers, format):
 
 
 @pytest.mark.slow
-def test_devices_draw_and_write_their_own_rows():
+def test_devices_draw_for_their_own_rows():
   run_python(8, __file__)
 
 
@@ -274,6 +207,3 @@ if __name__ == "__main__":
       ids = draws_of_devices()
     # Halves of the vocabulary have different parts.
     assert np.all(ids == alone) == (tensor == 1)
-  devices_write_their_own_rows(tensor=2, width=128)
-  # With four devices, each has a single head.
-  devices_write_their_own_rows(tensor=4, width=64)
