@@ -1,0 +1,163 @@
+"""GPU kernel for attention in decoding: one new token per row.
+
+A program serves the queries of a row and key head. It reads the visible keys of
+the prompt and of the row's slots block by block, writes the new token's slot in
+place, and skips finished rows. The online softmax (Milakov and Gimelshein 2018,
+arXiv 1805.02867) starts from the new token.
+
+Axes: N rows; others as in `cache`. Needs jax >= 0.7.1, for `triton.load`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from grpojax.core.decoding.sampling import NEGATIVE
+from grpojax.models.attention import soft_cap
+from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
+
+_BYTES = 2**14  # of keys per block; shared memory holds up to six such blocks
+
+
+def serves(keys: Array | jax.ShapeDtypeStruct) -> bool:
+  """Returns True if the kernel can read a cache with these `Slots.keys`."""
+  # Triton's offsets are signed and have 32 bits in arrays up to 2^32 bytes.
+  return keys.dtype.itemsize > 1 or not 2**31 < keys.size <= 2**32
+
+
+def _padded(size: int) -> int:
+  """Returns the next size that Triton and tensor cores accept."""
+  return max(pl.next_power_of_2(size), 16)
+
+
+def _load(x, index, mask):
+  return triton.load(x.at[index], mask=mask, other=0)
+
+
+def _dot(x: Array, y: Array, axis: int) -> Array:
+  """Multiplies matrices, summing over y's axis."""
+  axes = ((1,), (axis,)), ((), ())
+  return jax.lax.dot_general(x, y, axes, preferred_element_type=jnp.float32)
+
+
+def _use(q, inside, cap, block, keys_values, index, visible, state):
+  """Adds visible keys to the softmax's maxima, sums and mixed values.
+
+  `keys_values` are references to keys, values and perhaps scales, `index` their
+  leading indices. Keys first <= i < end = `visible` are read.
+  """
+  first, end = visible
+
+  def use_block(i, state):
+    top, total, mixed = state
+    slots = pl.ds(i * block, block)
+    numbers = i * block + jnp.arange(block)
+    seen = (first <= numbers) & (numbers < end)
+    matrix = *index, slots, pl.ds(0, q.shape[1])
+    mask = seen[:, None] & inside[None]
+    keys, values = (_load(x, matrix, mask) for x in keys_values[:2])
+    scales = [
+      _load(x, (*index, slots), seen).astype(jnp.float32)[None]
+      for x in keys_values[2:]
+    ]
+    logits = _dot(q, keys.astype(q.dtype), 1)
+    logits = cap(logits * scales[0] if scales else logits)
+    logits = jnp.where(seen[None], logits, NEGATIVE)
+    new_top = jnp.maximum(top, jnp.max(logits, axis=1))
+    weights = jnp.exp(logits - new_top[:, None])
+    fade = jnp.exp(top - new_top)
+    total = total * fade + jnp.sum(weights, axis=1)
+    weights = weights * scales[1] if scales else weights
+    more = _dot(weights.astype(q.dtype), values.astype(q.dtype), 0)
+    return new_top, total, mixed * fade[:, None] + more
+
+  begin = jax.lax.div(first, block)
+  return jax.lax.fori_loop(begin, pl.cdiv(end, block), use_block, state)
+
+
+def _kernel(layer, *refs, group, block, cap):
+  """Attends with a row's queries of a key head, and writes their new slot."""
+  positions, first, prompt_first, prompt_lengths, q, *refs = refs
+  new, prompt, stored, _, out, caches = refs  # caches share the inputs' memory
+  row, head = pl.program_id(0), pl.program_id(1)
+  sample = layer[0], row, head
+  queries, width = q.shape[2:]
+  channels = pl.ds(0, _padded(width))
+  inside = jnp.arange(_padded(width)) < width
+  mask = (jnp.arange(_padded(queries)) < queries)[:, None] & inside[None]
+  matrix = row, head, pl.ds(0, _padded(queries)), channels
+  live = (0 <= positions[row]) & (positions[row] < caches[0].shape[3])
+  position = jnp.where(live, positions[row], 0)
+
+  for x, token in zip(caches, stored, strict=True):
+    if x.ndim == 5:
+      token = _load(token, (row, head, channels), inside)
+      slot = x.at[*sample, position, channels]
+      triton.store(slot, token, mask=inside & live)
+    else:
+      triton.store(x.at[*sample, position], token[row, head, 0], mask=live)
+
+  q = _load(q, matrix, mask)
+  key, value = (_load(x, (row, head, channels), inside)[None] for x in new)
+  top = cap(jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32), axis=1))
+  value = jnp.broadcast_to(value.astype(jnp.float32), q.shape)
+  state = top, jnp.ones_like(top), value
+  use = functools.partial(_use, q, inside, cap, block)
+  in_group = jax.lax.div(row, group)
+  visible = prompt_first[row], jnp.where(live, prompt_lengths[in_group], 0)
+  state = use(prompt, (in_group, head), visible, state)
+  _, total, mixed = use(caches, sample, (first[row], position), state)
+  mixed = (mixed / total[:, None]).astype(out.dtype)
+  triton.store(out.at[matrix], mixed, mask=mask)
+
+
+def attend(
+  q: Float[Array, "B G K R E"],
+  new: KeysValues,
+  stored: Slots,
+  slots: Slots,
+  layer: Int[Array, ""],
+  positions: Int[Array, "B G"],
+  first: Int[Array, "B G"],
+  prompt: PromptKeysValues,
+  prompt_lengths: Int[Array, "B"],
+  prompt_first: Int[Array, "B G"],
+  *,
+  scale: float,
+  cap: float | None = None,
+) -> tuple[Float[Array, "B G K R E"], Slots]:
+  """Attends to the prompt, the row and its new token, and stores the new.
+
+  `new` are the new tokens' keys and values [B, G, K, E]; `stored` are the same
+  as the cache holds them, with scales [B, G, K] for 8-bit integers. Both may
+  have an axis of one slot. `slots` is the cache of a stack, `layer` an index
+  into it. A row sees slots first <= i < position and prompt_first <= i <
+  prompt_length in its prompt; its new token goes to slot `position`. A row at
+  -1 is skipped; its output is finite.
+  """
+  b, g, heads, r, e = q.shape
+  n = b * g
+  block = max(_BYTES // (_padded(e) * q.dtype.itemsize), 16)
+  scalars = layer[None], *(x.reshape(n) for x in (positions, first))
+  scalars = *scalars, prompt_first.reshape(n), prompt_lengths
+  tokens = lambda x: [y.reshape(n, heads, -1) for y in jax.tree.leaves(x)]
+  flat, structure = jax.tree.flatten(slots)
+  caches = [x.reshape(-1, n, *x.shape[3:]) for x in flat]
+  queries = q.reshape(n, heads, r, e)
+  inputs = *scalars, queries, tokens(new), list(prompt), tokens(stored)
+  count = len(jax.tree.leaves(inputs))
+  capped = lambda x: soft_cap(x * scale, cap)
+  out, caches = pl.pallas_call(
+    functools.partial(_kernel, group=g, block=block, cap=capped),
+    grid=(n, heads),
+    out_shape=[queries, caches],
+    input_output_aliases={count + i: 1 + i for i in range(len(caches))},
+    compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+    name="decode_attention",
+  )(*inputs, caches)
+  caches = [x.reshape(y.shape) for x, y in zip(caches, flat, strict=True)]
+  return out.reshape(q.shape), jax.tree.unflatten(structure, caches)
