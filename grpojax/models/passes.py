@@ -292,9 +292,11 @@ class Passes:
   ):
     """Runs the next tokens, and writes them to the cache after all layers."""
     if x.shape[2] == 1 and decode_attention.serves(self.platform, cache[0]):
-      starts = positions[..., 0]
+      rows = decode_attention.Rows(
+        positions[..., 0], _lengths(context.prompt_mask)
+      )
       return self._decode_in_place(
-        params, keys_values, x, context, cache, starts, record
+        params, keys_values, x, context, cache, rows, record
       )
 
     def body(x, local, layer, prompt, slots):
@@ -315,7 +317,7 @@ class Passes:
     return ExtendOutput(self._final_norm(params, x), cache, experts)
 
   def _decode_in_place(
-    self, params, keys_values, x, context, cache, starts, record: bool
+    self, params, keys_values, x, context, cache, rows, record: bool
   ):
     """Runs one token per row; each layer writes it to the cache by a kernel."""
     config = self.config
@@ -324,7 +326,7 @@ class Passes:
       x, slots = carry
       attention = functools.partial(
         decode_attention.attend,
-        *(config, local, context, starts, prompt, slots, index),
+        *(config, self.platform, local, context, rows, prompt, slots, index),
       )
       table = block.rotary_table(local, context.tables)
       x, slots, routed = block.layer_of(

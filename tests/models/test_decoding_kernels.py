@@ -1,4 +1,4 @@
-"""TPU kernel that draws tokens, run by Pallas's interpreter.
+"""Kernels of decoding in rollouts, run by Pallas's interpreter.
 
 Run as a program with eight devices, this file tests meshes.
 """
@@ -158,12 +158,8 @@ def draws_of_devices():
   return np.asarray(ids)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(  # scanned and unrolled layers
-  "layers, format",
-  [pytest.param(9, "model", marks=pytest.mark.long), (2, "int8")],
-)
-def test_samples_equal_those_of_other_platforms(layers, format):
+def sampled_on(platform, layers=2, format="model", batch=5):
+  """Returns samples of a model with a window in its first layer."""
   config = config_with(
     vocab_size=50,
     width=32,
@@ -176,24 +172,32 @@ def test_samples_equal_those_of_other_platforms(layers, format):
     local_layers=(True,) + (False,) * (layers - 1),
     window=9,
   )
-  params = transformer(config).init(jax.random.key(0))
-  prompts = prompts_of(np.random.default_rng(1), (5, 3), 50)
+  lm = transformer(config, platform=platform)
+  prompts = prompts_of(np.random.default_rng(1), (batch, 3), 50)
   sampling = Sampling(weights_dtype=format, cache_dtype=format)
+  options = dict(max_new_tokens=18, sampling=sampling)
+  return sample(lm, lm.init(jax.random.key(0)), prompts, 2, **options)
 
-  def sample_on(platform):
-    lm = transformer(config, platform=platform)
-    options = dict(max_new_tokens=18, sampling=sampling)
-    return sample(lm, params, prompts, 2, **options)
 
-  by_kernel = sample_on("tpu")
-  expected = sample_on("cpu")
-  ids = by_kernel.completion_ids, expected.completion_ids
+def assert_same(samples, expected):
+  ids = samples.completion_ids, expected.completion_ids
   np.testing.assert_array_equal(*ids)
-  np.testing.assert_allclose(by_kernel.logprobs, expected.logprobs, atol=1e-5)
+  np.testing.assert_allclose(samples.logprobs, expected.logprobs, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_devices_draw_for_their_own_rows():
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize(  # scanned and unrolled layers
+  "layers, format",
+  [pytest.param(9, "model", marks=pytest.mark.long), (2, "int8")],
+)
+def test_samples_equal_those_of_cpus(layers, format, platform):
+  expected = sampled_on("cpu", layers, format)
+  assert_same(sampled_on(platform, layers, format), expected)
+
+
+@pytest.mark.slow
+def test_devices_draw_and_decode_their_own_rows():
   run_python(8, __file__)
 
 
@@ -207,3 +211,8 @@ if __name__ == "__main__":
       ids = draws_of_devices()
     # Halves of the vocabulary have different parts.
     assert np.all(ids == alone) == (tensor == 1)
+  expected = sampled_on("cpu", batch=8)
+  for platform in ("tpu", "gpu"):
+    for tensor in (1, 2, 8):
+      with jax.set_mesh(make_mesh(tensor=tensor)):
+        assert_same(sampled_on(platform, batch=8), expected)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from grpojax.aot import topology
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
-from grpojax.models.gpu_decode_attention import attend, serves
+from grpojax.models.gpu_decode_attention import attend
 from grpojax.models.quantization import quantize
 
 SCALE = 0.2
@@ -129,7 +128,9 @@ def test_equals_a_softmax_in_float64(case, monkeypatch):
     result = expected_of(case, row, *inputs)
     np.testing.assert_allclose(out[row], result, atol=tolerance)
     b, g = row
-    put = lambda x, new, b=b, g=g, i=at[row]: x.at[0, b, g, :, i].set(new[b, g, :, 0])
+    put = lambda x, new, b=b, g=g, i=at[row]: x.at[0, b, g, :, i].set(
+      new[b, g, :, 0]
+    )
     expected = jax.tree.map(put, expected, stored)
   for pair in zip(*map(jax.tree.leaves, (written, expected)), strict=True):
     pair = (x.astype(jnp.float32) for x in pair)  # NumPy's NaN lacks bfloat16
