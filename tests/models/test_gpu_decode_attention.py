@@ -16,7 +16,7 @@ from grpojax.models.quantization import quantize
 
 CAPACITY = 150  # no multiple of a block
 # Finished rows, first and last slots, and both sides of blocks' ends.
-POSITIONS = np.int32([[0, -1, CAPACITY - 1], [16, 31, 33], [63, 64, 128]])
+POSITIONS = np.int32([[0, 31, CAPACITY - 1], [16, -1, 33], [63, 64, 128]])
 LIVE = POSITIONS >= 0
 B, G = POSITIONS.shape
 LENGTHS = np.int32([[0], [70], [33]])  # of prompts
