@@ -138,13 +138,13 @@ def attend(
   inputs = scalars, q, tokens(new), tuple(prompt), tokens(stored)
   count = len(jax.tree.leaves(inputs))
   caches, structure = jax.tree.flatten(slots)
+  keys = slots.keys.shape[4] // 2 + prompt.keys.shape[2]  # read on average
   out, caches = pl.pallas_call(
     functools.partial(_kernel, block, lambda x: soft_cap(x * scale, cap)),
-    # Neighbours share a prompt, for the second-level cache.
-    grid=(g, heads, b),
+    grid=(g, heads, b),  # neighbours share a prompt, in the L2 cache
     out_shape=[q, caches],
     input_output_aliases={count + i: 1 + i for i in range(len(caches))},
     compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-    name="decode_attention",
+    name=f"decode_attention_flops_{4 * q.size * keys}",  # for `aot`
   )(*inputs, caches)
   return out, jax.tree.unflatten(structure, caches)
