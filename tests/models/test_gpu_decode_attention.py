@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from grpojax.aot import topology
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
-from grpojax.models.gpu_decode_attention import attend
+from grpojax.models.gpu_decode_attention import attend, serves
 from grpojax.models.quantization import quantize
 
 CAPACITY = 150  # no multiple of a block
@@ -90,6 +90,12 @@ def test_equals_a_softmax_in_float64(case, monkeypatch):
   expected = jax.tree.map(put, before, stored)
   pairs = zip(*map(jax.tree.leaves, (after, expected)), strict=True)
   assert all(jnp.array_equal(*pair, equal_nan=True) for pair in pairs)
+
+
+def test_serves_arrays_within_reach_of_offsets():
+  served = lambda n, dtype: serves(jax.ShapeDtypeStruct((n,), dtype))
+  assert served(2**31, jnp.int8) and served(2**32, jnp.bfloat16)
+  assert not served(2**31 + 1, jnp.int8)
 
 
 @pytest.mark.parametrize("case", CASES)
