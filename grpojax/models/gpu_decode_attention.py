@@ -1,11 +1,9 @@
 """GPU kernel for attention in decoding: one new token per row.
 
-A program serves the queries of a row and key head. It reads the visible keys of
-the prompt and of the row's slots block by block, writes the new token's slot in
-place, and skips finished rows. The online softmax (Milakov and Gimelshein 2018,
-arXiv 1805.02867) starts from the new token.
-
-Axes: N rows; others as in `cache`. Needs jax >= 0.7.1, for `triton.load`.
+A program serves a row and key head. It writes the new token's slot in place,
+then reads the visible keys of the prompt and of earlier slots block by block.
+The online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) starts from
+the new token. Axes are named as in `cache`. Needs jax >= 0.7.1 (`triton.load`).
 """
 
 import functools
@@ -45,11 +43,7 @@ def _dot(x: Array, y: Array, axis: int) -> Array:
 
 
 def _use(q, inside, cap, block, keys_values, index, visible, state):
-  """Adds visible keys to the softmax's maxima, sums and mixed values.
-
-  `keys_values` are references to keys, values and perhaps scales, `index` their
-  leading indices. Keys first <= i < end = `visible` are read.
-  """
+  """Adds keys first <= i < end to the softmax's maxima, sums, mixed values."""
   first, end = visible
 
   def use_block(i, state):
@@ -75,42 +69,41 @@ def _use(q, inside, cap, block, keys_values, index, visible, state):
     more = _dot(weights.astype(q.dtype), values.astype(q.dtype), 0)
     return new_top, total, mixed * fade[:, None] + more
 
-  begin = jax.lax.div(first, block)
+  begin = jax.lax.div(jnp.maximum(first, 0), block)
   return jax.lax.fori_loop(begin, pl.cdiv(end, block), use_block, state)
 
 
-def _kernel(layer, *refs, group, block, cap):
+def _kernel(block, cap, *refs):
   """Attends with a row's queries of a key head, and writes their new slot."""
-  positions, first, prompt_first, prompt_lengths, q, *refs = refs
-  new, prompt, stored, _, out, caches = refs  # caches share the inputs' memory
-  row, head = pl.program_id(0), pl.program_id(1)
-  sample = layer[0], row, head
-  queries, width = q.shape[2:]
+  scalars, q, new, prompt, stored, _, out, caches = refs
+  layer, positions, first, prompt_lengths, prompt_first = scalars
+  g, head, b = (pl.program_id(i) for i in range(3))
+  sample = layer[0], b, g, head
+  queries, width = q.shape[3:]
   channels = pl.ds(0, _padded(width))
   inside = jnp.arange(_padded(width)) < width
   mask = (jnp.arange(_padded(queries)) < queries)[:, None] & inside[None]
-  matrix = row, head, pl.ds(0, _padded(queries)), channels
-  live = (0 <= positions[row]) & (positions[row] < caches[0].shape[3])
-  position = jnp.where(live, positions[row], 0)
+  matrix = b, g, head, pl.ds(0, _padded(queries)), channels
+  live = (0 <= positions[b, g]) & (positions[b, g] < caches[0].shape[4])
+  position = jnp.where(live, positions[b, g], 0)
 
   for x, token in zip(caches, stored, strict=True):
-    if x.ndim == 5:
-      token = _load(token, (row, head, channels), inside)
+    if x.ndim == 6:
+      token = _load(token, (b, g, head, channels), inside)
       slot = x.at[*sample, position, channels]
       triton.store(slot, token, mask=inside & live)
     else:
-      triton.store(x.at[*sample, position], token[row, head, 0], mask=live)
+      triton.store(x.at[*sample, position], token[b, g, head, 0], mask=live)
 
   q = _load(q, matrix, mask)
-  key, value = (_load(x, (row, head, channels), inside)[None] for x in new)
+  key, value = (_load(x, (b, g, head, channels), inside)[None] for x in new)
   top = cap(jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32), axis=1))
-  value = jnp.broadcast_to(value.astype(jnp.float32), q.shape)
-  state = top, jnp.ones_like(top), value
+  mixed = jnp.broadcast_to(value.astype(jnp.float32), q.shape)
+  state = top, jnp.ones_like(top), mixed
   use = functools.partial(_use, q, inside, cap, block)
-  in_group = jax.lax.div(row, group)
-  visible = prompt_first[row], jnp.where(live, prompt_lengths[in_group], 0)
-  state = use(prompt, (in_group, head), visible, state)
-  _, total, mixed = use(caches, sample, (first[row], position), state)
+  visible = prompt_first[b, g], jnp.where(live, prompt_lengths[b], 0)
+  state = use(prompt, (b, head), visible, state)
+  _, total, mixed = use(caches, sample, (first[b, g], position), state)
   mixed = (mixed / total[:, None]).astype(out.dtype)
   triton.store(out.at[matrix], mixed, mask=mask)
 
@@ -133,31 +126,25 @@ def attend(
   """Attends to the prompt, the row and its new token, and stores the new.
 
   `new` are the new tokens' keys and values [B, G, K, E]; `stored` are the same
-  as the cache holds them, with scales [B, G, K] for 8-bit integers. Both may
+  as the cache holds them, with scales [B, G, K] for 8-bit integers; both may
   have an axis of one slot. `slots` is the cache of a stack, `layer` an index
-  into it. A row sees slots first <= i < position and prompt_first <= i <
-  prompt_length in its prompt; its new token goes to slot `position`. A row at
-  -1 is skipped; its output is finite.
+  into it. A row sees slots first <= i < position and prompt_first <= i < length
+  of its prompt. A row at -1 is skipped; its output is finite.
   """
-  b, g, heads, r, e = q.shape
-  n = b * g
+  b, g, heads, _, e = q.shape
   block = max(_BYTES // (_padded(e) * q.dtype.itemsize), 16)
-  scalars = layer[None], *(x.reshape(n) for x in (positions, first))
-  scalars = *scalars, prompt_first.reshape(n), prompt_lengths
-  tokens = lambda x: [y.reshape(n, heads, -1) for y in jax.tree.leaves(x)]
-  flat, structure = jax.tree.flatten(slots)
-  caches = [x.reshape(-1, n, *x.shape[3:]) for x in flat]
-  queries = q.reshape(n, heads, r, e)
-  inputs = *scalars, queries, tokens(new), list(prompt), tokens(stored)
+  tokens = lambda x: [y.reshape(b, g, heads, -1) for y in jax.tree.leaves(x)]
+  scalars = layer[None], positions, first, prompt_lengths, prompt_first
+  inputs = scalars, q, tokens(new), tuple(prompt), tokens(stored)
   count = len(jax.tree.leaves(inputs))
-  capped = lambda x: soft_cap(x * scale, cap)
+  caches, structure = jax.tree.flatten(slots)
+  keys = slots.keys.shape[4] // 2 + prompt.keys.shape[2]  # read on average
   out, caches = pl.pallas_call(
-    functools.partial(_kernel, group=g, block=block, cap=capped),
-    grid=(n, heads),
-    out_shape=[queries, caches],
+    functools.partial(_kernel, block, lambda x: soft_cap(x * scale, cap)),
+    grid=(g, heads, b),  # neighbours share a prompt, in the L2 cache
+    out_shape=[q, caches],
     input_output_aliases={count + i: 1 + i for i in range(len(caches))},
     compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-    name="decode_attention",
+    name=f"decode_attention_flops_{4 * q.size * keys}",  # for `aot`
   )(*inputs, caches)
-  caches = [x.reshape(y.shape) for x, y in zip(caches, flat, strict=True)]
-  return out.reshape(q.shape), jax.tree.unflatten(structure, caches)
+  return out, jax.tree.unflatten(structure, caches)

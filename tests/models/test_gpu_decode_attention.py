@@ -1,7 +1,7 @@
 """The GPU's decode attention: interpreted, and compiled without a GPU."""
 
+import collections
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,129 +9,115 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from grpojax.aot import topology
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
-from grpojax.models.gpu_decode_attention import attend
+from grpojax.models.gpu_decode_attention import attend, serves
 from grpojax.models.quantization import quantize
 
-SCALE = 0.2
 CAPACITY = 150  # no multiple of a block
-PROMPT = 70
-LENGTHS = np.array([0, PROMPT, 33])
-BF16 = jnp.bfloat16
+# Finished rows, first and last slots, and both sides of blocks' ends.
+POSITIONS = np.int32([[0, 31, CAPACITY - 1], [16, -1, 33], [63, 64, 128]])
+LIVE = POSITIONS >= 0
+B, G = POSITIONS.shape
+LENGTHS = np.int32([[0], [70], [33]])  # of prompts
+Case = collections.namedtuple("Case", "k r e dtype cap window bits")
+CASES = [
+  Case(1, 1, 80, jnp.float32, None, 40, 32),
+  Case(2, 17, 96, jnp.float32, 1.0, 999, 32),
+  Case(3, 3, 112, jnp.bfloat16, None, 100, 16),
+  Case(1, 32, 128, jnp.bfloat16, None, 999, 16),
+  Case(2, 7, 64, jnp.bfloat16, 2.0, 70, 8),
+  Case(2, 2, 192, jnp.float32, 3.0, 999, 8),
+  Case(2, 2, 256, jnp.float32, None, 5, 32),
+]
 
 
-class Case(NamedTuple):
-  r: int
-  e: int
-  dtype: Any = BF16
-  cap: float | None = None
-  window: int = 999
-  in_8_bits: bool = False
-  k: int = 2
-
-  def arrays(self):
-    keys = iter(jax.random.split(jax.random.key(self.e), 7))
-    normal = lambda *shape: jax.random.normal(next(keys), shape, self.dtype)
-    rows = positions().shape + (self.k,)
-    q = normal(*rows, self.r, self.e)
-    new = KeysValues(normal(*rows, self.e), normal(*rows, self.e))
-    shape = 1, *rows, CAPACITY, self.e
-    slots = self.stored(normal(*shape), normal(*shape))
-    shape = len(LENGTHS), self.k, PROMPT, self.e
-    prompt = PromptKeysValues(normal(*shape), normal(*shape))
-    stored = self.stored(*(x[..., None, :] for x in new))
-    return q, new, stored, slots, prompt
-
-  def stored(self, *keys_values):
-    if not self.in_8_bits:
-      return Slots(*keys_values)
-    (keys, key_scales), (values, value_scales) = map(quantize, keys_values)
-    return Slots(keys, values, key_scales, value_scales)
+def arrays(case):
+  keys = iter(jax.random.split(jax.random.key(case.e), 7))
+  normal = lambda *x: jax.random.normal(next(keys), (*x, case.e), case.dtype)
+  rows = B, G, case.k
+  new = KeysValues(normal(*rows, 1), normal(*rows, 1))
+  slots = normal(1, *rows, CAPACITY), normal(1, *rows, CAPACITY)
+  # 8 bits: (integers, scales) of both -> integers, scales
+  split = lambda x: sum(zip(*map(quantize, x), strict=True), ())
+  stored, slots = map(split, (new, slots)) if case.bits == 8 else (new, slots)
+  prompt = PromptKeysValues(*(normal(B, case.k, LENGTHS.max()) for _ in new))
+  return normal(*rows, case.r), new, Slots(*stored), Slots(*slots), prompt
 
 
-def positions():
-  """Finished rows, first and last slots, and each side of blocks' ends."""
-  rows = [0, -1, CAPACITY - 1], [16, 31, 33], [63, 64, 128]
-  return np.array(rows, np.int32)
-
-
-CASES = {
-  "7 queries": Case(7, 64, cap=2.0),
-  "one key head, window": Case(1, 80, jnp.float32, window=40, k=1),
-  "17 queries": Case(17, 96, jnp.float32, cap=1.0),
-  "window in the prompt": Case(3, 112, window=100),
-  "32 queries": Case(32, 128, k=1),
-  "8 bits": Case(4, 64, window=70, in_8_bits=True),
-  "8 bits, float32": Case(2, 192, jnp.float32, 3.0, in_8_bits=True),
-  "256 channels": Case(2, 256, jnp.float32, window=5),
-}
-
-
-def expected_of(case, row, q, new, slots, prompt, first, prompt_first):
-  """Computes a row's outputs in float64."""
-  numbers = lambda x: np.asarray(x, np.float64)
-  own = [numbers(x[0][row]) for x in jax.tree.leaves(slots)]
-  if case.in_8_bits:
-    own = [x * scales[..., None] for x, scales in (own[::2], own[1::2])]
-  earlier = slice(prompt_first[row], LENGTHS[row[0]])
+def expected_of(case, seen, q, new, slots, prompt):
+  """Computes outputs in float64."""
+  slots = [x[0].astype(jnp.float32) for x in jax.tree.leaves(slots)]
+  if case.bits == 8:
+    slots = [slots[i] * slots[i + 2][..., None] for i in range(2)]
   keys, values = (
-    np.concatenate(
-      [
-        numbers(x[row[0]])[:, earlier],
-        y[:, first[row] : positions()[row]],
-        numbers(z[row])[:, None],
-      ],
-      axis=1,
-    )
-    for x, y, z in zip(prompt, own, new, strict=True)
+    np.concatenate([np.stack([x] * G, axis=1), y, z], axis=3, dtype=np.float64)
+    for x, y, z in zip(prompt, slots, new, strict=True)
   )
-  logits = np.einsum("kre,kce->krc", numbers(q[row]), keys) * SCALE
-  if case.cap is not None:
-    logits = case.cap * np.tanh(logits / case.cap)
-  weights = np.exp(logits)
+  logits = np.einsum("bgkre,bgkce->bgkrc", np.float64(q), keys) / 5
+  cap = case.cap or 1e9
+  weights = np.exp(cap * np.tanh(logits / cap)) * seen[:, :, None, None]
   weights /= weights.sum(-1, keepdims=True)
-  return np.einsum("krc,kce->kre", weights, values)
+  return np.einsum("bgkrc,bgkce->bgkre", weights, values)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_equals_a_softmax_in_float64(case, monkeypatch):
   interpreted = functools.partial(pl.pallas_call, interpret=True)
   monkeypatch.setattr(pl, "pallas_call", interpreted)
-  q, new, stored, slots, prompt = case.arrays()
-  at = positions()
-  first = np.maximum(at - case.window, 0)
-  prompt_first = np.clip(
-    LENGTHS[:, None] + at - case.window, 0, LENGTHS[:, None]
-  )
-  slot = np.arange(CAPACITY)
-  unread = (slot < first[..., None]) | (slot >= at[..., None])
-  least = np.where(at >= 0, prompt_first, PROMPT).min(1)[:, None]
-  unread_prompt = np.arange(PROMPT) >= LENGTHS[:, None]
-  unread_prompt |= np.arange(PROMPT) < least
-
-  def with_nan(x, mask, heads):
-    mask = np.expand_dims(mask, [heads, *range(mask.ndim + 1, x.ndim)])
-    return x if x.dtype == jnp.int8 else jnp.where(mask, jnp.nan, x)
-
-  poisoned = jax.tree.map(lambda x: with_nan(x, unread[None], 3), slots)
-  prompts = jax.tree.map(lambda x: with_nan(x, unread_prompt, 1), prompt)
-  run = jax.jit(functools.partial(attend, scale=SCALE, cap=case.cap))
-  place = jnp.int32(0), at, first
-  out, written = run(
-    q, new, stored, poisoned, *place, prompts, LENGTHS, prompt_first
-  )
+  q, new, stored, slots, prompt = arrays(case)
+  first = POSITIONS - case.window
+  between = lambda x, y, n: (x[..., None] <= np.arange(n)) & (np.arange(n) < y)
+  seen = between(first, POSITIONS[..., None], CAPACITY)
+  mine = between(LENGTHS + first, LENGTHS[..., None], LENGTHS.max())
+  visible = lambda x: np.expand_dims(seen, [2, *range(4, x.ndim - 1)])
+  with_nan = lambda x: jnp.where(visible(x), x, jnp.nan)
+  of_floats = lambda x: x if x.dtype == jnp.int8 else with_nan(x)
+  before = jax.tree.map(of_floats, slots)
+  groups = np.any(mine & LIVE[..., None], axis=1)[:, None, :, None]
+  earlier = jax.tree.map(lambda x: jnp.where(groups, x, jnp.nan), prompt)
+  rows = POSITIONS, first, earlier, LENGTHS[:, 0], LENGTHS + first
+  run = jax.jit(functools.partial(attend, scale=0.2, cap=case.cap))
+  out, after = run(q, new, stored, before, jnp.int32(0), *rows)
   assert jnp.all(jnp.isfinite(out)), "a row read a slot that it does not see"
+  seen = np.concatenate([mine, seen, np.full((B, G, 1), True)], axis=2)
+  expected = expected_of(case, seen, q, new, slots, prompt)
   tolerance = 1e-5 if case.dtype == jnp.float32 else 1e-2
-  expected = poisoned
-  for row in map(tuple, np.argwhere(at >= 0)):
-    inputs = q, new, slots, prompt, first, prompt_first
-    result = expected_of(case, row, *inputs)
-    np.testing.assert_allclose(out[row], result, atol=tolerance)
-    b, g = row
-    put = lambda x, new, b=b, g=g, i=at[row]: x.at[0, b, g, :, i].set(
-      new[b, g, :, 0]
-    )
-    expected = jax.tree.map(put, expected, stored)
-  for pair in zip(*map(jax.tree.leaves, (written, expected)), strict=True):
-    pair = (x.astype(jnp.float32) for x in pair)  # NumPy's NaN lacks bfloat16
-    np.testing.assert_array_equal(*pair)
+  np.testing.assert_allclose(out[LIVE], expected[LIVE], atol=tolerance)
+  # No other slot has changed.
+  index = 0, *np.nonzero(LIVE), slice(None), POSITIONS[LIVE]
+  put = lambda x, y: x.at[index].set(y[LIVE][:, :, 0])
+  expected = jax.tree.map(put, before, stored)
+  pairs = zip(*map(jax.tree.leaves, (after, expected)), strict=True)
+  assert all(jnp.array_equal(*pair, equal_nan=True) for pair in pairs)
+
+
+def test_serves_arrays_within_reach_of_offsets():
+  served = lambda n, dtype: serves(jax.ShapeDtypeStruct((n,), dtype))
+  assert served(2**31, jnp.int8) and served(2**32, jnp.bfloat16)
+  assert not served(2**31 + 1, jnp.int8)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_loop_does_not_copy_the_cache(case, h100):
+  pytest.importorskip("jax_plugins.xla_cuda13")
+  (device,) = topology.machine("h100:1").devices
+  place = jax.sharding.SingleDeviceSharding(device)
+  on_gpu = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+  q, new, stored, slots, prompt = arrays(case)
+  cache, structure = jax.tree.flatten(slots)
+
+  def token(state):
+    slots, at = state
+    row = q, new, stored, slots, jnp.int32(0), at, at, prompt, at[:, 0], at
+    return attend(*row, scale=0.2, cap=case.cap)[1], at + 1
+
+  def tokens(*cache):
+    state = jax.tree.unflatten(structure, cache), 0 * POSITIONS
+    unfinished = lambda state: jnp.any(state[1] < CAPACITY)
+    return jax.lax.while_loop(unfinished, token, state)
+
+  jitted = jax.jit(tokens, donate_argnums=range(len(cache)))
+  memory = jitted.lower(*map(on_gpu, cache)).compile().memory_analysis()
+  assert memory.alias_size_in_bytes >= sum(x.nbytes for x in cache)
+  assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 4
