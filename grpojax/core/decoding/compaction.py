@@ -8,6 +8,8 @@ first the cache grows, then the batch shrinks to its unfinished rows.
     slots   16   32   48   48      48         48
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -21,25 +23,25 @@ from grpojax.core.decoding import (
   token_loop,
 )
 from grpojax.core.meshes import sample_cuts
+from grpojax.core.types import Cache
 
 LENGTHS = 4  # of the cache, each compiled
 LEAST_TOKENS = 48  # of a rollout whose batch shrinks
 HALVINGS = 3
 
 
-def cache_lengths(tokens: int) -> list[int]:
-  """Returns about equal steps up to `tokens`, multiples of 16 but the last."""
+def shapes(rows: int, tokens: int, shrinks: bool) -> list[tuple[int, int]]:
+  """Returns the numbers of rows and slots for which the loop is compiled.
+
+  The cache grows to `tokens` slots in about equal steps of multiples of 16.
+  """
   count = min(LENGTHS, max(tokens // 16, 1))
   steps = {round(tokens * i / count / 16) * 16 for i in range(1, count)}
-  return [*sorted(steps), tokens]
-
-
-def batch_sizes(rows: int, tokens: int) -> list[int]:
-  """Returns the smaller numbers of rows for which the loop is compiled."""
-  if tokens < LEAST_TOKENS:
-    return []
+  growing = [(rows, slots) for slots in [*sorted(steps), tokens]]
+  if not shrinks or tokens < LEAST_TOKENS:
+    return growing
   sizes = {-(-rows // 2**i) for i in range(1, HALVINGS + 1)} - {rows}
-  return sorted(sizes, reverse=True)
+  return growing + [(n, tokens) for n in sorted(sizes, reverse=True)]
 
 
 def _parts(b: int, g: int) -> int | None:
@@ -83,18 +85,31 @@ def most_alive(samples: Samples, parts: int) -> Int[Array, ""]:
   return jnp.max(jnp.sum(alive, axis=1))
 
 
-def _take_rows(setup: Setup, order: Int[Array, "parts n"]) -> Setup:
+def _fills(
+  parts: int, slots: int, smaller: int, samples: Samples
+) -> Bool[Array, ""]:
+  """Returns True while tokens fit the slots and the rows fit no smaller batch."""
+  longest = jnp.max(jnp.where(samples.done, 0, samples.length))
+  return (longest <= slots) & (most_alive(samples, parts) > smaller)
+
+
+def _take_rows(
+  setup: Setup, samples: Samples, cache: Cache, order: Int[Array, "parts n"]
+) -> tuple[Setup, Samples, Cache]:
   """Returns the loop's inputs of these rows, each a group of one."""
   prompts, group = setup.limit.shape
   parts, _ = order.shape
   # Number of each row's prompt: rows of a part are numbered prompt by prompt.
   first = jnp.arange(parts)[:, None] * (prompts // parts)
   prompt = (first + order // group).reshape(-1)
-  return setup._replace(
-    keys=take(setup.keys, order),
-    limit=take(setup.limit, order),
+  rows = functools.partial(take, order=order)
+  setup = setup._replace(
+    keys=rows(setup.keys),
+    limit=rows(setup.limit),
     prefix=setup.lm.map_prefix_rows(lambda x: x[prompt], setup.prefix),
   )
+  samples = constrain_samples(jax.tree.map(rows, samples))
+  return setup, samples, setup.lm.map_cache_rows(rows, cache)
 
 
 def decode(setup: Setup, samples: Samples) -> Samples:
@@ -114,38 +129,30 @@ def decode(setup: Setup, samples: Samples) -> Samples:
     cache = lm.init_cache(b, g, tokens)
     options = {"between_checks": BETWEEN_CHECKS}
     return token_loop(setup, samples, cache, tokens, **options)[0]
-  parts = _parts(b, g)
-  shrinks = parts and lm.map_cache_rows and lm.map_prefix_rows
-  rows = b * g // (parts or 1)
-  sizes = batch_sizes(rows, tokens) if shrinks else []
-
-  def loop(setup, samples, cache, start, slots, smaller):
-    def goes_on(samples):
-      fits = jnp.max(jnp.where(samples.done, 0, samples.length)) <= slots
-      return fits & (most_alive(samples, parts or 1) > smaller)
-
-    return token_loop(setup, samples, cache, slots - start, goes_on=goes_on)
-
-  # The cache grows while more rows are unfinished than a smaller batch has.
-  smaller = sizes[0] if sizes else 0
-  start = 0
-  for slots in cache_lengths(tokens):
-    grown = slots - start
-    cache = lm.grow_cache(cache, grown) if start else lm.init_cache(b, g, grown)
-    samples, cache = loop(setup, samples, cache, start, slots, smaller)
-    start = slots
-  # The batch shrinks. `places` are the rows' numbers in the whole batch.
+  cuts = _parts(b, g)
+  parts = cuts or 1
+  rows = b * g // parts
+  shrinks = bool(cuts and lm.map_cache_rows and lm.map_prefix_rows)
+  sequence = shapes(rows, tokens, shrinks)
+  _, room = sequence[0]
+  cache = lm.init_cache(b, g, room)
   whole = few = samples
-  places = jnp.broadcast_to(jnp.arange(rows), (parts or 1, rows))
-  for n, smaller in zip(sizes, [*sizes, 0][1:], strict=True):
-    order = unfinished_first(few.done, parts, n)
-    places = jnp.take_along_axis(places, order, axis=1)
-    setup = _take_rows(setup, order)
-    take_rows = lambda x, order=order: take(x, order)
-    few = constrain_samples(jax.tree.map(take_rows, few))
-    cache = lm.map_cache_rows(take_rows, cache)
-    few, cache = loop(setup, few, cache, 0, tokens, smaller)
-    # All other rows are done and stay as they are.
-    write = lambda new, x, places=places: put(new, x, places)
-    whole = constrain_samples(jax.tree.map(write, few, whole))
+  # Numbers of the batch's rows in the whole batch
+  places = jnp.broadcast_to(jnp.arange(rows), (parts, rows))
+  for i, (n, slots) in enumerate(sequence):
+    if slots > room:
+      cache = lm.grow_cache(cache, slots - room)
+    if n < places.shape[1]:
+      order = unfinished_first(few.done, parts, n)
+      setup, few, cache = _take_rows(setup, few, cache, order)
+      places = jnp.take_along_axis(places, order, axis=1)
+    smaller = next((m for m, _ in sequence[i:] if m < n), 0)
+    goes_on = functools.partial(_fills, parts, slots, smaller)
+    few, cache = token_loop(setup, few, cache, slots, goes_on=goes_on)
+    room = slots
+    if n < rows:  # all other rows are done and stay as they are
+      write = lambda new, x, places=places: put(new, x, places)
+      whole = constrain_samples(jax.tree.map(write, few, whole))
+    else:
+      whole = few
   return whole
