@@ -88,7 +88,7 @@ def most_alive(samples: Samples, parts: int) -> Int[Array, ""]:
 def _fills(
   parts: int, slots: int, smaller: int, samples: Samples
 ) -> Bool[Array, ""]:
-  """Returns True while tokens fit the slots and the rows fit no smaller batch."""
+  """Returns True while tokens fit the slots and rows fit no smaller batch."""
   longest = jnp.max(jnp.where(samples.done, 0, samples.length))
   return (longest <= slots) & (most_alive(samples, parts) > smaller)
 
