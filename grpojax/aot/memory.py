@@ -170,8 +170,8 @@ def hbm_bytes(
 ) -> int:
   """Counts the bytes of HBM moved in a run of an instruction.
 
-  `inside` is its `contents`, `shapes` the shapes of its result, and `skipped`
-  names collectives that another instruction accounts for.
+  `inside` is what `contents` returns for the instruction, `shapes` are those of
+  its result; `skipped` names collectives that another instruction accounts for.
   """
   parameters = inside.parameters
   root = inside.root

@@ -68,10 +68,10 @@ class Objective:
     0.0, "clipped: for negative advantages, bound of the ratio (> 1); 0 = off"
   )
   cispo_min: float = option(
-    0.0, "cispo: lower bound of the ratio (on-policy: 1)", within="[0, 1]"
+    0.0, "cispo: lower bound of ratios, which are 1 on-policy", within="[0, 1]"
   )
   cispo_max: float = one_or_more(
-    5.0, "cispo: upper bound of the ratio (on-policy: 1)"
+    5.0, "cispo: upper bound of ratios, which are 1 on-policy"
   )
   dppo_low: float = not_negative(
     0.2,

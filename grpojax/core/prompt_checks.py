@@ -1,7 +1,7 @@
 """Checks of prompts, when they are made and when a model reads them.
 
 Shapes and dtypes are always checked, values only if this process can read them:
-tracers, shapes and arrays of other processes pass unchecked.
+not those of tracers, `ShapeDtypeStruct`s or arrays on other processes.
 """
 
 from typing import Any

@@ -265,7 +265,7 @@ def _files(
       raise ValueError(
         f"--config.data.options.test = {share} is for a file or a pattern of "
         f"files, but {place} is a directory with files of each split: remove "
-        f"it, or set data.path to the pattern '{place}/*.{kind}'"
+        f"data.options.test, or set data.path to '{place}/*.{kind}' (a pattern)"
       )
     return _in_directory(place, split, f".{kind}")
   files = [place] if place.is_file() else []

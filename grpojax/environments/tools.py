@@ -174,7 +174,7 @@ def awaited(value: Any) -> Any:
 def _run(
   call: Call | str, functions: Mapping[str, Callable[..., Any]]
 ) -> str | type:
-  """Runs a tool call; returns the result's text, or type if the text varies."""
+  """Runs a tool; returns the result's text, or its type if processes differ."""
   if isinstance(call, str):
     raise WrongAnswer(call)
   if call.name not in functions:

@@ -279,5 +279,5 @@ def block_of_both(
   prompts, row, routed = run(x[0], layer, local, contexts[0], None, None)
   prompt = cache.of_prompt(row)
   x, _, more = run(x[1], layer, local, contexts[1], prompt, None)
-  # Add up the loads of both arrays; they are None without weights.
+  # Add up prompts' and completions' loads; both None without `load_weights`.
   return (prompts, x), jax.tree.map(jnp.add, routed.load, more.load)

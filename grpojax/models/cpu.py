@@ -104,7 +104,7 @@ def on_squeezed(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def unit_axes(shape: Sequence[int], axes: str) -> str:
-  """Returns the letters of the axes of size 1, if these may be squeezed."""
+  """Returns the letters of axes of size 1; "" if the mesh has explicit axes."""
   if _has_explicit_axes():
     return ""
   return "".join(a for a, n in zip(axes, shape, strict=True) if n == 1)

@@ -5,9 +5,9 @@ keys: all logits stay on the chip.
 
 A query sees a run of keys in each set. The first and last slots of the runs
 determine the masks and the blocks without visible keys, which are left out. For
-example, two segments in a row, in blocks of two:
+example, a row of two segments, in blocks of two (on the right: queries x keys):
 
-    keys       a a | a b | b b         computed, of queries x keys:
+    keys       a a | a b | b b         m: computed, with a mask; -: left out
     queries    a a | a b | b b           m - -
     first      0 0 | 0 3 | 3 3           m m -
     last       0 1 | 2 3 | 4 5           - m m
@@ -16,7 +16,7 @@ Logits are [keys, queries], so that numbers per query (runs, log-sum-exps) fill
 the lanes of a TPU without padding.
 
 Axes: N rows, H query heads, K key heads, S queries and C keys of a row, E
-channels; M sets of keys, each of N / M rows.
+channels; M rows of keys; N / M rows of queries share each.
 """
 
 import functools

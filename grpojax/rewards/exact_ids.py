@@ -22,14 +22,14 @@ def exact_answer_ids(
 ]:
   """Builds `exact_answer` on token ids; returns functions `(target, reward)`.
 
-  `target(example)` returns {"answer": int32 [2, A + 1]}, the zero-padded codes
-  of both spellings; A is `max_answer_length`. The jittable `reward(rollout,
-  targets)` returns 1.0 or 0.0, [B, G].
+  `target(example)` returns {"answer": int32 [2, A + 1]}, A = max_answer_length:
+  its characters as code points + 1, padded with 0, once without and once with
+  thousands separators. The jittable `reward(rollout, targets)` is 1.0 or 0.0.
 
-  So that "####" in the text is "####" in the ids, "#" and each digit must be a
-  token, and longer tokens must be whitespace, or have no "#", digit or
-  whitespace. ValueError for other tokenizers, and by `target` for answers that
-  are too long or contain a longer token.
+  So that "####" in the text is "####" in the ids, "#" and each digit must be
+  tokens. A token of several characters must be all whitespace, or contain no
+  "#", digit or whitespace. ValueError for other tokenizers, and by `target` for
+  answers that are too long or contain a token of several characters.
   """
   texts = _token_texts(tokenizer)
   codes = np.array([_code(i, text) for i, text in enumerate(texts)] + [0])

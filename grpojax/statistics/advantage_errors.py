@@ -76,7 +76,8 @@ def metrics(
 ) -> dict[str, Float[Array, ""]]:
   """Returns scalars to log in addition to `diagnostics.metrics`.
 
-  All unbiased advantages have the same c1. `prompts` is B of the whole step.
+  `c1`, the error between prompts, is that of `diagnostics`: it is the same for
+  every unbiased advantage. `prompts` is B of the whole step.
   """
   return {
     **{f"own_{k}": getattr(errors, k) for k in ("c2", "c2_se", "c3", "c3_se")},

@@ -78,7 +78,7 @@ def _majority(
   """
   n = silent + sum(count for count, _ in votes)
   most_correct = max((count for count, right in votes if right), default=0)
-  # added[i, j] = j - i: samples that an answer adds if d rises from i to j.
+  # added[i, j] = j - i: samples of an answer if d is i before it and j after.
   added = np.arange(k + 1) - np.arange(k + 1)[:, None]
   total = 0.0  # chance times C(n, k)
   for m in range(1, min(k, most_correct) + 1):

@@ -129,10 +129,9 @@ def score_gram(
 def score_moments(gram: Gram, rewards: Rewards) -> Moments:
   """Estimates a prompt's moments without bias, by U-statistics of the pool.
 
-  These are averages over distinct indices i, j, k, l, in closed form: ||g||^2
+  Closed-form averages over distinct i, j, k, l, which may be negative: ||g||^2
   of K_ik (Z_i - Z_j)(Z_k - Z_l), I sigma^2 of K_ii (Z_j - Z_k)^2 / 2, and
-  E||s delta||^2 of K_ii (Z_i - Z_j)(Z_i - Z_k). They need a pool of 4 or more,
-  and may be negative.
+  E||s delta||^2 of K_ii (Z_i - Z_j)(Z_i - Z_k). They need a pool of 4 or more.
   """
   n = len(rewards)
   z = rewards.astype(np.float64)
@@ -282,7 +281,7 @@ def group_errors(
 def without_blocks(
   estimate: Callable[..., Numbers], gram: Gram, rewards: Rewards, blocks: int
 ) -> Numbers:
-  """Repeats an estimate once per block, each time without this block."""
+  """Repeats an estimate, each time leaving out one block of samples."""
   subsets = without_each(blocks, len(rewards))
   return stacked(estimate(gram[np.ix_(k, k)], rewards[k]) for k in subsets)
 

@@ -282,7 +282,8 @@ def micro_batches(at_least: int, origin: Origin) -> int:
   """Returns an update's number of micro-batches; results do not depend on it.
 
   It is at least `at_least`, unless micro-batches would then have fewer than
-  `PART` completions, which is slow. ValueError for more than MAX_COMPLETIONS.
+  `PART` completions, which is slow. ValueError if the update has more than
+  MAX_COMPLETIONS completions.
   """
   sizes = origin.sizes
   prompts = sizes.prompts // sizes.minibatches
@@ -299,7 +300,7 @@ def micro_batches(at_least: int, origin: Origin) -> int:
 
 
 def steps(origin: Origin, name: str, epochs: str, limited: bool) -> Items:
-  """Translates the number of steps: from `name` if `limited`, or `epochs`."""
+  """Translates the number of steps: from `name` if `limited`, else `epochs`."""
   count = origin.sizes.steps
   yield origin.setting("steps", count or 100, name if limited else epochs)
   if count is None:

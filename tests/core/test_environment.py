@@ -139,7 +139,7 @@ seen = lambda **changes: lambda s: (s, SEEN._replace(**changes))
   [
     (seen(), {"max_turns": 0}, "max_turns=0"),
     (seen(), {"max_turns": 2.0}, "max_turns=2.0"),
-    (seen(), {"targets": jnp.zeros(2)}, "must be the prompts', .3,"),
+    (seen(), {"targets": jnp.zeros(2)}, "must be those of the prompts, .3,"),
     (lambda s: (s, tuple(SEEN)), {}, "must return .state, Observation"),
     (seen(ids=IDS[:2]), {}, r"ids must be .*\(3,\)"),
     (seen(ids=[1, 2, 3]), {}, "ids must be integer"),

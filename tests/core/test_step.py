@@ -264,7 +264,9 @@ def test_reference_logprobs_have_the_temperature_without_cuts(
   expected = tabular.log_table(scale * table / 0.7)[*rows, np.asarray(ids)]
   assert_allclose(batch.ref_logprobs, expected, atol=1e-5)
   two = Prompts(kinds[:2, None], jnp.ones((2, 1), bool))
-  with pytest.raises(ValueError, match="2 prompts and the rollout 4"):
+  with pytest.raises(
+    ValueError, match="give one for each of the rollout's 4 prompts"
+  ):
     args = lm, all_ones(ids, kinds), jnp.ones((4, 2))
     make_batch(*args, ref_params=table, ref_prompts=two)
 
@@ -586,7 +588,9 @@ def test_rollout_metrics_equal_numpy():
 @pytest.mark.slow
 def test_invalid_options_are_refused(tabular):
   lm, table, batch = make_case(tabular)
-  parts = "2 prompts of 3 samples cannot be divided into 4 .* 2, the parts of"
+  parts = (
+    "2 prompts of 3 samples cannot be divided into 4 .* as 2 parts per group"
+  )
   on_policy = batch.replace(old_logprobs=None)
   for options, bad, message in (
     ({"minibatches": 3}, batch, "4 prompts cannot be split.*minibatches=3"),

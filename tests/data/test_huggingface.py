@@ -154,7 +154,7 @@ MAIN = {"configuration": "main"}
 REFUSED = [
   ("train", "org/sums", {}, "data.options.configuration selects"),
   ("train", "org/sums", {"configuration": "x"}, "data.options.configuration"),
-  ("test", "org/lines", {}, "no split 'test', but ['train']: set data.opt"),
+  ("test", "org/lines", {}, "no split 'test', only ['train']: set data.opt"),
   ("train", "org/none", {}, "no data set 'org/none' with a revision 'main'"),
   ("train", "org/lines", {"revision": "v9"}, "with a revision 'v9'"),
   ("train", "org/script", {}, "data set org/script"),

@@ -136,10 +136,10 @@ def reinforce_plus_plus(
 ) -> Float[Array, "*B G"]:
   """Reward standardised over all tokens of the batch, across prompts.
 
-  (Z_i - m) / sqrt(s^2 + 1e-8), where m and s^2 are the mean and sample variance
-  of rewards that count once per token (`lengths`), as in verl (REINFORCE++,
-  arXiv 2501.03262, without its KL term). Differences in difficulty between
-  prompts add noise. G >= 1; needs a whole batch, like `batch_std`.
+  (Z_i - m) / sqrt(s^2 + 1e-8), with mean m and sample variance s^2 of rewards,
+  each counted once per token of its completion (`lengths`), as in verl
+  (REINFORCE++, arXiv 2501.03262, without its KL term). Prompts of
+  different difficulty add noise. G >= 1; needs a whole batch, like `batch_std`.
   """
   rewards = as_float(rewards, "reinforce_plus_plus", least=1)
   tokens = jnp.where(present(rewards), lengths, 0).astype(rewards.dtype)

@@ -1,8 +1,7 @@
 """Baselines pooled over prompts, for better estimates of a prompt's value.
 
 A sample's own reward stays out of its baseline, so estimators stay unbiased.
-Rewards must be those of a whole batch, not of a shard or micro-batch, without
-padding rows.
+Rewards must be of a whole batch without padding rows, not of a part of it.
 """
 
 import jax
@@ -67,7 +66,7 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   inverse = sum_of_others(has_mean / jnp.maximum(counts, 1))
   inverse = inverse / jnp.maximum(others, 1)  # the mean of 1 / count
   between = jnp.maximum(spread - within * inverse, 0)
-  # With fewer than two other prompts, s2 = 0 selects the group's own mean.
+  # With fewer than two others s2 = 0: w_b = 0 selects the leave-one-out mean.
   within = jnp.where(others > 1, within, 0)
   # w_b, with numerator and denominator times count - 1, which may be 0.
   total = within + between * (counts - 1)

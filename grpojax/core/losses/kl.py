@@ -36,7 +36,7 @@ _LOG_RATIO_BOUNDS = (-1e4, 20.0)
 def k1(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """Log-ratio log(pi / ref), unbiased and noisy; in the loss use rho k1."""
+  """Noisy log(pi / ref); its expected gradient is 0: in the loss use rho k1."""
   return -log_ratio(ref_logprobs, logprobs)
 
 

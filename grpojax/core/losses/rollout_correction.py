@@ -98,8 +98,8 @@ def off_policy_sequences(
   """True for off-policy sequences that are worse than their group.
 
   A < 0 and (1 / |o|) sum_t log(mu / pi) > threshold in nats per token
-  (DeepSeek-V3.2, arXiv 2512.02556, equation 9). As in TRL, drift of the updates
-  and mismatch of the rollout count together.
+  (DeepSeek-V3.2, arXiv 2512.02556, equation 9). As in TRL, the log-ratio
+  includes the change by updates and the mismatch between rollout and trainer.
   """
   drift = -jnp.sum(masked_log_ratio(logprobs, rollout_logprobs, mask), axis=-1)
   mean = drift / jnp.maximum(jnp.sum(mask, axis=-1), 1)

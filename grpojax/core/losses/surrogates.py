@@ -1,17 +1,16 @@
 """Importance ratios and surrogate losses.
 
-Functions are looked up by name in the dicts at the end of this file. A ratio is
-(logprobs, old_logprobs, mask) -> ratios of the trained policy to the policy
-that sampled, 1 on padding. A surrogate is (ratios, logprobs, advantages, *,
-settings) -> (per_token, aux), all [B, G, T], where padding is ignored:
-`per_token` is minimised, `aux` is logged as means over tokens. Settings are
-fields of `Objective`, which checks their ranges; a parameter `mask` gets the
-completions' mask.
+Functions are looked up by name in the dicts at the end. A ratio is (logprobs,
+old_logprobs, mask) -> ratios of the trained policy to the policy that sampled,
+1 on padding. A surrogate is (ratios, logprobs, advantages, *, settings) ->
+(per_token, aux), all [B, G, T], where padding is ignored: `per_token` is
+minimised, `aux` is logged as means over tokens. Settings are fields of
+`Objective`, which checks their ranges; `mask` gets the completions' mask.
 
 A token with ratio r and advantage A adds a multiple of -A grad log pi to the
 gradient. On-policy, with one advantage per completion, the multiple is 1 for
 every surrogate and ratio. The table is for off-policy tokens: c(x) clips x to
-the bounds, s and w are ratios of a sequence, and sg stops the gradient.
+the bounds, max is dppo_ratio_max, and sg stops the gradient.
 
 | surrogate, ratio  | minimised per token   | multiple of -A grad log pi       |
 |-------------------|-----------------------|----------------------------------|
@@ -23,10 +22,11 @@ the bounds, s and w are ratios of a sequence, and sg stops the gradient.
 | gmpo, token       | -A (prod c(r))^(1/|o|)| s of the clipped ratios; 0 for   |
 |                   |                       | clipped tokens                   |
 | cispo, token      | -sg(c(r)) A log pi    | c(r): never 0                    |
-| dppo_tv, dppo_kl, | -sg(min(r, c)) A      | min(r, c); 0 if pi(o) is too far |
-| token             | log pi                | off and A moves it even further  |
-| sapo, token       | -A 4 / tau            | r sech^2(tau (r - 1) / 2), to 0  |
-|                   | sigmoid(tau (r - 1))  | as exp(-tau r), on both sides    |
+| dppo_tv, dppo_kl, | -sg(min(r, max)) A    | min(r, max); 0 if pi(o) is too   |
+| token             | log pi                | far off and A moves it further   |
+| sapo, token       | -A 4 / tau            | r sech^2(tau (r - 1) / 2); for   |
+|                   | sigmoid(tau (r - 1))  | large r it decays as             |
+|                   |                       | r exp(-tau r), for A of any sign |
 | dro, token        | -A log pi             | 1, plus dro_beta log r grad log  |
 |                   | + beta / 2 (log r)^2  | pi, independent of A             |
 | vespo, trajectory | -sg(phi(w)) A log pi  | phi(w) = w^k exp(lambda (1 - w)) |

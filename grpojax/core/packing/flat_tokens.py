@@ -58,9 +58,9 @@ def find_tokens(
 
 @jax.custom_vjp
 def _take(x, index, inverse):
-  """Takes entries of each device's x, each at most once; 0 if out of range.
+  """Takes entries of x on each device; an index out of range gives 0.
 
-  The backward pass uses the inverse index instead of a scatter.
+  None is taken twice: the backward pass uses the inverse index, not a scatter.
   """
   look_up = lambda x, index: x.at[index].get(mode="fill", fill_value=0)
   return jax.vmap(look_up)(x, index)

@@ -194,9 +194,9 @@ def load(
 ) -> PyTree:
   """Loads a tree and verifies the checksums that `describe` stored.
 
-  Leaves of `like` are arrays or `jax.ShapeDtypeStruct`s. The pending rollout of
-  a `TrainState` gets the saved size, and the sharding of `step`. Errors about
-  damage end with `advice`. `partial`: load only the keys of the dict `like`.
+  Leaves of `like` are arrays or `jax.ShapeDtypeStruct`s. `pending` of a
+  `TrainState` is loaded with its saved shape, sharded as its `step`. Errors
+  about damage end with `advice`. `partial`: load only keys of the dict `like`.
   """
   is_state = dataclasses.is_dataclass(like)
   with _damage(path, advice):

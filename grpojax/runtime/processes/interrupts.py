@@ -99,7 +99,7 @@ def _show_error(kind: type, error: BaseException, traceback: Any) -> None:
 
 
 def _show_ignored(ignored: Any) -> None:
-  """Reports exceptions ignored by Python, except after a failed restore."""
+  """Reports ignored errors, except of tasks a failed checkpoint load left."""
   text = f"{ignored.object} {ignored.exc_value}"
   if "Event loop is closed" not in text and "_read_array" not in text:
     sys.__unraisablehook__(ignored)

@@ -74,7 +74,7 @@ def whole_chat(
 
 
 def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-  """Checks the options; if they set a date, adds a template that writes it."""
+  """Checks options; a date in them replaces today's in the chat template."""
   template = str(tokenizer.chat_template)
   unknown = [n for n in options if n not in template and n != DATE]
   if unknown:
