@@ -167,7 +167,8 @@ def ask(
   settings = _fit_prompt(speaker.settings, policy, example)
   batch, examples = prompts.prompts_of(settings, policy, [example], [0])
   key = jax.random.fold_in(seed_key(settings.seed), turn)
-  sampled = speaker.sampler(speaker.params, prompts.trim(batch), examples, key)
+  args = speaker.params, prompts.trim(batch), examples, key
+  sampled = sampling.complete(speaker.sampler, *args)
   samples = sampled.rollout
   if speaker.reward_pool is None:
     texts = policies.decode(policy, samples)

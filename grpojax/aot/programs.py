@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from grpojax.aot import chips
-from grpojax.core import meshes
+from grpojax.core import meshes, rows
 from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Prompts, TrainState
 from grpojax.models import huggingface as hf
@@ -27,8 +27,10 @@ from grpojax.training.policies import Policy
 from grpojax.training.run import hub_pins, memory, setup
 from grpojax.training.settings import batches
 from grpojax.training.settings.run import AUTO, TrainSettings
-from grpojax.training.step import device, host, reference, sampling
-from grpojax.training.step.batch import aggregation
+from grpojax.training.step import device, host, sampling
+from grpojax.training.step.batch import aggregation, make_batch_program
+from grpojax.training.step.extension import Inputs
+from grpojax.training.step.extensions import moving_reference
 
 
 class Run(NamedTuple):
@@ -135,7 +137,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
     scale = settings.lora.alpha / settings.lora.rank
     policy = policy._replace(frozen=params, lora_scale=scale)
     params = sharding.placed(adapters, mesh)
-    if reference.follows_policy(settings):
+    if moving_reference.follows_policy(settings):
       ref_params = params
   tx = optimizer(settings)
   state = jax.eval_shape(lambda p: setup.first_state(settings, tx, p), params)
@@ -188,29 +190,27 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   """
   settings = run.settings
   state = run.state
-  options = {
-    "settings": settings,
-    "policy": run.policy,
-    "group_size": run.group_size,
-    "tx": optimizer(settings),
-    "shardings": jax.tree.map(lambda x: x.sharding, state),
-  }
+  policy = run.policy
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  inputs = Inputs(settings, policy, optimizer(settings), shardings, run.mesh)
   if name == "step":
     with jax.set_mesh(run.mesh):
-      program = device.make_device_program(**options)
+      program = device.step_program(inputs, run.group_size)
       prompts_of_step = _device_prompts(run)
       return policies.lower(program, state, prompts_of_step, run.ref_params)
-  step_programs = host.make_programs(**options)
   sampling_mesh = meshes.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
   key = jax.eval_shape(lambda: seed_key(0))
-  sample = step_programs.sample
+  distribution = settings.sampling.distribution
+  sample = sampling.sampler_program(
+    *(settings, policy, run.group_size, distribution),
+    record_experts=settings.loss.router_replay,
+  )
   with jax.set_mesh(sampling_mesh):
     if name == "rollout":
       parts = settings.sampling.parts
-      arguments = [state.params, _prompts(run, sampling_mesh, parts), key]
-      if parts > 1 or settings.filter_groups.enable:
-        first_sample = jax.ShapeDtypeStruct((), jnp.int32)
-        arguments.append(first_sample)
+      first_prompt = jax.ShapeDtypeStruct((), jnp.int32)
+      prompts_of_part = _prompts(run, sampling_mesh, parts)
+      arguments = state.params, prompts_of_part, key, first_prompt
       if sampling_mesh is not run.mesh:
         sample = sampling.with_result_shardings(
           sample, sampling_mesh, *arguments
@@ -228,15 +228,17 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   arguments = state.params, _as_rows(samples, run.mesh), rewards
   options = dict.fromkeys(("packing", "scale", "prompt_weights"))
   options |= {"ref_params": run.ref_params, "values": values}
+  ref_lm = policy.teacher and policy.teacher.lm
+  make_batch = policies.jit(policy, make_batch_program(settings, ref_lm))
   with jax.set_mesh(run.mesh):
     if name == "reference":
-      return policies.lower(step_programs.make_batch, *arguments, **options)
-    batch, _ = jax.eval_shape(step_programs.make_batch, *arguments, **options)
+      return policies.lower(make_batch, *arguments, **options)
+    batch, _ = jax.eval_shape(make_batch, *arguments, **options)
     batch = _as_rows(batch, run.mesh)
     ref_params = run.ref_params if settings.loss.has_exact_kl else None
-    return policies.lower(step_programs.update, state, batch, ref_params)
+    return policies.lower(host.update_program(inputs), state, batch, ref_params)
 
 
 def _as_rows(tree: Any, mesh: Mesh) -> Any:
   """Returns the shapes of a rollout or a batch, laid out over a mesh."""
-  return meshes.map_rows(lambda x, *names: _rows(x, mesh, *names), tree)
+  return rows.map_rows(lambda x, *names: _rows(x, mesh, *names), tree)

@@ -5,6 +5,7 @@ probability 0.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from grpojax.training.optimizer import optimizer
 from grpojax.training.policies import Policy
 from grpojax.training.run import setup
 from grpojax.training.step import device, host, reference, scoring
+from grpojax.training.step.extension import Inputs
 
 Rows = Iterator[dict[str, Any]]
 
@@ -136,26 +138,22 @@ def steps(
   """
   run = subject.run
   settings = run.settings
-  options = {
-    "group_size": run.group_size,
-    "tx": subject.tx,
-    "ref_params": subject.ref_params,
-    "shardings": jax.tree.map(lambda x: x.sharding, run.state),
-  }
+  shardings = jax.tree.map(lambda x: x.sharding, run.state)
+  inputs = Inputs(
+    *(settings, subject.policy, subject.tx, shardings, run.mesh),
+    ref_params=subject.ref_params,
+  )
   examples = [{"prompt_text": ""}] * run.prompts
   state = subject.state
   with contextlib.ExitStack() as stack:
     if settings.reward.on_device:
-      step = device.make_device_step(settings, subject.policy, **options)
+      step = device.make_device_step(inputs, {}, run.group_size)
     else:
-      step = host.HostStep(
-        settings,
-        subject.policy,
-        **options,
-        reward_pool=stack.enter_context(scoring.open_reward_pool(settings)),
-        check_signals=lambda together=False: None,
-        budgets=budgets,
+      pool = stack.enter_context(scoring.open_reward_pool(settings))
+      opened = host.open_step(
+        inputs._replace(reward_pool=pool), {}, run.group_size, budgets
       )
+      step = functools.partial(host.take_step, opened)
     stack.enter_context(jax.set_mesh(run.mesh))
     for prompts in batches:
       prompts = meshes.place(prompts, run.mesh, "batch")

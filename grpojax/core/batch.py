@@ -16,9 +16,9 @@ from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.group_axis import present
 from grpojax.core.logprobs import TokenLogprobs
 from grpojax.core.losses.truncation import TRUNCATED
-from grpojax.core.meshes import constrain
 from grpojax.core.objective import Objective, advantage_fn
 from grpojax.core.packing import Packing, packed_logprobs
+from grpojax.core.rows import constrain
 from grpojax.core.types import LM, Batch, Params, Prompts, Rollout
 from grpojax.core.update import UpdateOptions
 
@@ -113,7 +113,7 @@ def make_batch(
     ref_logprobs=reference.logprobs,
     rollout_logprobs=rollout.logprobs,
     packing=packing,
-    sample_weights=prompt_weights,
+    weights=prompt_weights,
     experts=rollout.experts,
     prompt_experts=rollout.prompt_experts,
     ref_hidden=reference.hidden,
@@ -219,29 +219,23 @@ def _rollout_logprobs(
   scoring = {"sampling": sampling, "chunk_size": options.chunk_size}
 
   def score(micro_batch):
-    prompts, samples = micro_batch
-    *prompts, prompt_experts = jax.tree.map(
-      lambda x: constrain(x, "batch"), prompts
-    )
-    (ids, experts), rows = jax.tree.map(
-      lambda x: constrain(x, "batch", "group"), samples
-    )
-    replayed = None if experts is None else (prompt_experts, experts)
+    part, rows = micro_batch
+    part = constrain(part)
+    replayed = None
+    if part.experts is not None:
+      replayed = part.prompt_experts, part.experts
+    tokens = part.prompt_ids, part.prompt_mask, part.completion_ids
     scored = packed_logprobs.completion_logprobs(
-      lm, params, *prompts, ids, rows, replayed=replayed, **scoring
+      lm, params, *tokens, rows, replayed=replayed, **scoring
     )
     hidden = scored.hidden if with_hidden else None
     return TokenLogprobs(scored.logprobs, None, hidden=hidden)
 
   check_read_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
-  prompts = rollout.prompt_ids, rollout.prompt_mask, rollout.prompt_experts
-  samples = rollout.completion_ids, rollout.experts
   count = options.minibatches * options.micro_batches
-  prompts, samples, _, rows = packing_lib.split(
-    prompts, samples, packing, count
-  )
+  parts, _, rows = packing_lib.split(rollout, packing, count)
   shape = rollout.finished.shape
   return jax.tree.map(
     lambda x: packing_lib.join(x, packing, shape),
-    jax.lax.map(score, (prompts, (samples, rows))),
+    jax.lax.map(score, (parts, rows)),
   )

@@ -17,13 +17,8 @@ p: exact if no further groups were drawn, else up to O(1 / B).
 
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
-
-from grpojax.core import meshes
-from grpojax.core.types import OF_PROMPTS, Rollout
+from jaxtyping import Bool
 
 
 def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
@@ -55,34 +50,3 @@ def batch_std_scale(
   return math.sqrt(
     accepted * (group_size - 1 / size) / (group_size - 1 / filled)
   )
-
-
-def pad_prompts(rollout: Rollout, length: int) -> Rollout:
-  """Pads the prompts of a rollout to `length` tokens."""
-  more = length - rollout.prompt_ids.shape[-1]
-
-  def pad(x):
-    return jnp.pad(x, [(0, more if axis == 1 else 0) for axis in range(x.ndim)])
-
-  prompts = {name: getattr(rollout, name) for name in OF_PROMPTS}
-  return rollout.replace(**jax.tree.map(pad, prompts))
-
-
-def replace_groups(
-  batch: Rollout, drawn: Rollout, source: Int[Array, "B"]
-) -> Rollout:
-  """Replaces groups of a batch by drawn groups. Jittable.
-
-  source = [-1, 1, 0] keeps the first group of a batch of 3, and takes the
-  second and third from drawn[1] and drawn[0]. Prompt lengths may differ.
-  """
-  longest = max(x.prompt_ids.shape[-1] for x in (batch, drawn))
-
-  def choose(old: Array, new: Array) -> Array:
-    axes = tuple(range(1, old.ndim))
-    replaced = jnp.expand_dims(source >= 0, axes)
-    return jnp.where(replaced, new[jnp.maximum(source, 0)], old)
-
-  batch, drawn = pad_prompts(batch, longest), pad_prompts(drawn, longest)
-  merged = jax.tree.map(choose, batch, drawn)
-  return meshes.map_rows(meshes.constrain, merged)

@@ -14,15 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from grpojax.core import packing
+from grpojax.core import packing, rows
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import Reference, TokenLogprobs
 from grpojax.core.losses import entropy, load_balancing, rollout_mismatch
 from grpojax.core.losses.rollout_correction import make_correction
-from grpojax.core.meshes import constrain, map_rows
 from grpojax.core.objective import Objective, loss_fn
 from grpojax.core.packing.packed_logprobs import completion_logprobs
-from grpojax.core.types import LM, OF_PROMPTS, Batch, Params
+from grpojax.core.types import LM, Batch, Params
 
 Metrics = dict[str, Array]
 
@@ -124,37 +123,32 @@ def in_float32(tree: PyTree) -> PyTree:
   )
 
 
-def split_minibatch(
-  batch: Batch, weights: Float[Array, "B G T"], count: int
-) -> tuple[Batch, Float[Array, "n b _ T"]]:
+def split_minibatch(batch: Batch, count: int) -> Batch:
   """Splits a minibatch into `count` micro-batches, or fewer if packed."""
-  # Prompts [B, ...] and samples [B, G, ...] are split differently.
-  samples = {f: x for f, x in vars(batch).items() if f != "packing"}
-  prompts = {f: samples.pop(f) for f in OF_PROMPTS}
-  prompts, (samples, weights), in_rows, rows = packing.split(
-    prompts, (samples, weights), batch.packing, count
+  packed = batch.packing
+  batch, in_rows, packed_rows = packing.split(
+    batch.replace(packing=None), packed, count
   )
+  mask = batch.completion_mask
   if in_rows is not None:  # packed: keep samples in these rows
-    samples["completion_mask"] &= in_rows[..., None]
-  return Batch(**prompts, **samples, packing=rows), weights
+    mask &= in_rows[..., None]
+  return batch.replace(completion_mask=mask, packing=packed_rows)
 
 
 def micro_batch_loss(
   params: Params,
   terms: LossTerms,
   batch: Batch,
-  weights: Float[Array, "b g T"],
   totals: MinibatchTotals,
   entropy_coefficient: Any,
 ) -> tuple[Float[Array, ""], MicroBatchValues]:
   """Returns the loss of a micro-batch, differentiable in `params`.
 
-  Weights and totals are computed over the whole minibatch; arrays of tokens are
-  this micro-batch's.
+  The totals and the tokens' weights are those of the whole minibatch.
   """
   # Log-probabilities and entropies under `params`
-  batch = map_rows(constrain, batch)
-  weights = constrain(weights, "batch", "group")
+  batch = rows.constrain(batch)
+  weights = batch.weights
   scored = terms.logprobs(params, batch)
   logprobs = scored.logprobs
   entropies = scored.entropy
@@ -221,7 +215,7 @@ def minibatch_totals(
     return MinibatchTotals(token_count=jnp.sum(mask))
 
   def entropy_and_load(part):
-    scored = terms.logprobs(params, map_rows(constrain, part))
+    scored = terms.logprobs(params, rows.constrain(part))
     # XLA removes unused outputs.
     return scored.entropy if terms.selects_tokens else None, scored.load
 
@@ -263,27 +257,26 @@ def minibatch_gradient(
 
   `weights` are from `losses.WEIGHTINGS`. Packing may use fewer `micro_batches`.
   """
-  if batch.sample_weights is not None:
-    weights = weights * batch.sample_weights[..., None]
-    batch = batch.replace(sample_weights=None)  # now in the token weights
+  if batch.weights is not None:
+    weights = weights * batch.weights[..., None]
   # Split, then compute the totals that need all micro-batches.
-  batches, weights = split_minibatch(batch, weights, micro_batches)
+  batches = split_minibatch(batch.replace(weights=weights), micro_batches)
   totals = minibatch_totals(terms, params, batches)
 
   def add_micro_batch(total, part):
-    micro_batch, weights, token_mask = part
+    micro_batch, token_mask = part
     # The scan slices the mask; the other totals are whole.
     part_totals = totals._replace(token_mask=token_mask)
     gradient = jax.value_and_grad(micro_batch_loss, has_aux=True)
     (loss, values), grads = gradient(
-      params, terms, micro_batch, weights, part_totals, entropy_coefficient
+      params, terms, micro_batch, part_totals, entropy_coefficient
     )
     # Sums in float32: bfloat16 would lose terms 256 times smaller than the sum.
     return jax.tree.map(jnp.add, total, (loss, in_float32(grads))), values
 
   zero = jnp.zeros(()), in_float32(jax.tree.map(jnp.zeros_like, params))
   (loss, grads), values = jax.lax.scan(
-    add_micro_batch, zero, (batches, weights, totals.token_mask)
+    add_micro_batch, zero, (batches, totals.token_mask)
   )
   # Metrics over all tokens of the minibatch, [n, b, g, T]
   mask = batches.completion_mask

@@ -26,8 +26,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from grpojax.core.types import OF_PROMPTS, Batch, Rollout
-
 AXES = ("data", "fsdp", "expert", "tensor")
 """Axes of a mesh: `data` splits rows; `fsdp` rows and parameters (gathered for
 use); `expert` rows and experts; `tensor` heads, the MLP and the vocabulary."""
@@ -285,6 +283,17 @@ def put(x, sharding: NamedSharding) -> Array:
   return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
+def run_like(
+  function: Callable[..., Any], old: PyTree, *args: Any, **options: Any
+) -> Any:
+  """Compiles and runs `function(old, *args)`; shards the result like `old`.
+
+  `options` are for `jax.jit`.
+  """
+  shardings = jax.tree.map(lambda x: x.sharding, old)
+  return jax.jit(function, out_shardings=shardings, **options)(old, *args)
+
+
 def _same(x: Array) -> Array:
   return x
 
@@ -304,18 +313,6 @@ def whole(tree: PyTree) -> PyTree:
 def fetch(tree: PyTree) -> PyTree:
   """Returns all arrays whole, in NumPy; every process must call it."""
   return jax.device_get(whole(tree))
-
-
-def map_rows(
-  function: Callable[..., Any], rows: Rollout | Batch
-) -> Rollout | Batch:
-  """Maps `function(array, *axis names)`, say `constrain`, over all fields."""
-
-  def map_field(name, value):
-    axes = ("batch",) if name in OF_PROMPTS else ("batch", "group")
-    return jax.tree.map(lambda x: function(x, *axes), value)
-
-  return rows.replace(**{f: map_field(f, x) for f, x in vars(rows).items()})
 
 
 def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:

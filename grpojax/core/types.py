@@ -236,7 +236,8 @@ class Batch:
       exact KL term; else None.
     rollout_logprobs: `logprobs` of `Rollout`, for the mismatch and corrections.
     packing: a `packing.Packing`; None computes padding too, [B, G, T].
-    sample_weights: `Prompts.weights` of each completion; None is 1.
+    weights: weights in the loss: of completions (`Prompts.weights`) or, in a
+      minibatch, of tokens; None is 1.
     experts: experts to replay; None lets routers choose.
   """
 
@@ -249,14 +250,10 @@ class Batch:
   ref_logprobs: Float[Array, "B G T"] | None = None
   rollout_logprobs: Float[Array, "B G T"] | None = None
   packing: Any = None
-  sample_weights: Float[Array, "B G"] | None = None
+  weights: Float[Array, "B G *t"] | None = None
   experts: Integer[Array, "B G T X"] | None = None
   prompt_experts: Integer[Array, "B P X"] | None = None
   ref_hidden: Float[Array, "B G T R"] | None = None
-
-
-OF_PROMPTS = ("prompt_ids", "prompt_mask", "prompt_experts")
-"""Fields of `Rollout` and `Batch` with axes [B, ...], not [B, G, ...]."""
 
 
 @typing.no_type_check
@@ -271,12 +268,9 @@ class TrainState:
     step: number of finished GRPO steps.
     prompts_consumed: number of prompts taken from the data stream so far.
     skipped: number of optimizer updates skipped for a non-finite gradient.
-    group_size: a `group_size.GroupSizeChoice` if the size is "auto".
-    entropy: an `entropy.EntropyControl` if the entropy bonus adapts.
-    reference: parameters of a reference policy that follows the policy.
-    difficulty: `success_rates.SuccessRates` if they guide the choice of
-      prompts.
-    pending: the next step's rollout, if it is drawn a step ahead.
+    extras: states of optional parts of a step by name, such as "entropy", an
+      `entropy.EntropyControl` if the entropy bonus adapts.
+    pending: the next step's completions, if drawn a step ahead.
   """
 
   params: Params
@@ -285,8 +279,10 @@ class TrainState:
   step: Int[Array, ""]
   prompts_consumed: Int[Array, ""]
   skipped: Int[Array, ""]
-  group_size: Any = None
-  entropy: Any = None
-  reference: Any = None
-  difficulty: Any = None
+  extras: dict[str, Any] = struct.field(default_factory=dict)
   pending: Any = None
+
+  def of_update(self) -> "TrainState":
+    """Returns the part of the state that a policy update reads."""
+    extras = {name: x for name, x in self.extras.items() if name == "entropy"}
+    return self.replace(extras=extras, pending=None)

@@ -167,7 +167,7 @@ def make_update(
   whole minibatch, so micro-batches (`packing`) affect only memory; with several
   of them, selection and balance take an additional forward pass. `sampling` is
   the distribution of the rollout. An adaptive entropy bonus keeps its
-  `EntropyControl` in the state. For an exact KL term pass the `ref_params` and
+  `EntropyControl` in the state's extras. For an exact KL term pass the `ref_params` and
   `ref_lm` of `make_batch`; only `LM.unembed` reads them.
 
   Returns a pure `update(state, batch, ref_params=None) -> (state, metrics)`.
@@ -191,7 +191,8 @@ def make_update(
 
   def update_minibatch(terms: LossTerms, state: TrainState, batch: Batch):
     # Gradient over the whole minibatch, then one optimizer update
-    coefficient = entropy.coefficient(objective, state.entropy)
+    control = state.extras.get(entropy.NAME)
+    coefficient = entropy.coefficient(objective, control)
     weighting = weighting_fn(objective, batch.completion_ids.shape[-1])
     weights = weighting(batch.completion_mask)
     gradient = minibatch_gradient(
@@ -206,8 +207,10 @@ def make_update(
       no_tokens = ~jnp.any(batch.completion_mask)  # hence no entropy
       mean = jnp.sum(gradient.mean_entropy)
       skip = applied["sum"]["skipped_updates"] | no_tokens
-      control = entropy.adapt(objective, state.entropy, mean, skip)
-      state = state.replace(entropy=control)
+      if control is not None:
+        control = entropy.adapt(objective, control, mean, skip)
+        extras = {**state.extras, entropy.NAME: control}
+        state = state.replace(extras=extras)
     return state, {
       reduction: {
         k: v for part in metrics for k, v in part.get(reduction, {}).items()

@@ -8,7 +8,7 @@ A turn may take several chunks. Where a chunk ends depends on the samples and
 not on timing, so a run can be repeated exactly.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +73,7 @@ def play(
   """Samples trajectories and their rewards per turn, [B, G, K].
 
   This generator yields while the devices compute a chunk, so that environments
-  of other trajectories can answer (`play_together`). `wait(arrays)` waits for
+  of other trajectories can answer (`as_completed`). `wait(arrays)` waits for
   the arrays of a chunk. `answer` gets the turns that ended in a chunk. After
   `max_turns` = K turns, or if an observation and one more token do not fit, the
   trajectory is cut off without the observation. `end`, if any, gets the last
@@ -119,18 +119,24 @@ def play(
     rows = _feed(programs, params, rows, observed)
 
 
-def play_together(*plays: Generator[Any, None, object]) -> list[object]:
-  """Runs generators, such as `play`, alternately and returns their results."""
-  results = [None] * len(plays)
+def as_completed(
+  plays: Sequence[Generator[Any, None, Any]],
+) -> Iterator[tuple[int, Any]]:
+  """Runs generators, such as `play`, alternately; yields index and result."""
   running = set(range(len(plays)))
   while running:
     for i in sorted(running):
       try:
         next(plays[i])
       except StopIteration as end:
-        results[i] = end.value
         running.remove(i)
-  return results
+        yield i, end.value
+
+
+def result(play: Generator[Any, None, Any]) -> Any:
+  """Runs a generator, such as `play`, and returns its result."""
+  ((_, value),) = as_completed([play])
+  return value
 
 
 def _feed(programs, params, rows, observed):

@@ -178,7 +178,8 @@ def predict(config: ConfigDict) -> dict[str, Any]:
     for i in range(p.prompts // p.batch):
       batch, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
-      sampled = sampler(policy.params, jax.device_put(batch), examples, key)
+      args = sampler, policy.params, jax.device_put(batch), examples, key
+      sampled = sampling.complete(*args)
       scored = policy, reward_pool, examples, sampled
       rewards.append(scoring.compute_rewards(*scored)[1].rewards)
       # All prompts need the same directions: their projections are multiplied.

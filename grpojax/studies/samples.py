@@ -156,7 +156,8 @@ def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
   prompt, (example,) = bench.batches[index]
   params = bench.policy.params
   score = bench.score
-  pools = [bench.sampler(params, prompt, (), key).rollout for key in keys]
+  args = bench.sampler, params, prompt, ()
+  pools = [sampling.complete(*args, key).rollout for key in keys]
   decoded = [policies.decode(bench.policy, pool) for pool in pools]
   texts = [text for (group,) in decoded for text in group]
   rewards = [bench.reward("", text, example) for text in texts]

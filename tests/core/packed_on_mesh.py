@@ -58,7 +58,7 @@ def run(lm, params, drawn, rewards, layout, cuts, entropy):
     others = {"options": options, "ref_params": half, "packing": layout}
     batch = make_batch(lm, drawn, rewards, objective, **others)
     state = init_state(params, tx, jax.random.key(5))
-    state, metrics = update(state, meshes.map_rows(meshes.constrain, batch))
+    state, metrics = update(state, rows.constrain(batch))
     return state.params, metrics
 
   return jax.device_get(step(params, drawn, layout))
@@ -75,7 +75,8 @@ def collectives(text):
 def check_pack(mesh_, drawn, layout):
   """Splitting and joining need no communication."""
   ids, layout = place(mesh_, (drawn.completion_ids, layout))
-  split = lambda ids, layout: packing.split(ids[:, 0], ids, layout)[1]
+  record = lambda ids: Rollout(ids[:, 0], None, ids, None, None, None)
+  split = lambda ids, x: packing.split(record(ids), x)[0].completion_ids
   both = jax.jit(lambda *x: packing.join(split(*x), x[1], (B, G)))
   text = both.lower(ids, layout).compile().as_text()
   assert not collectives(text), collectives(text)
@@ -89,11 +90,14 @@ def check_forward(mesh_, lm, params, drawn, layout):
 
   @jax.jit
   def gradient(params, prompts, ids, layout):
-    split = packing.split(prompts, ids, layout)
-    prompts, ids, _, rows = jax.tree.map(lambda x: x[0], split)
+    samples = Rollout(*prompts, ids, None, None, None)
+    split = packing.split(samples, layout)
+    samples, _, packed = jax.tree.map(lambda x: x[0], split)
+    prompts = samples.prompt_ids, samples.prompt_mask
+    ids = samples.completion_ids
 
     def total(params):
-      args = lm, params, *prompts, ids, rows
+      args = lm, params, *prompts, ids, packed
       return jnp.sum(packed_logprobs.completion_logprobs(*args)[0])
 
     return jax.grad(total)(params)

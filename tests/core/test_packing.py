@@ -174,10 +174,11 @@ def test_a_packing_requires_equal_and_small_micro_batches():
   with pytest.raises(ValueError, match="3 samples cannot be divided into 2"):
     packing_layout.plan(lengths, 3, prompts, 1, micro_batches=2)
   planned = packing_layout.plan(np.ones((3, 4), int), 8, np.ones(3, int), 8)
-  batch = jnp.ones((3, 8)), jnp.ones((3, 4, 8)), planned
-  jax.eval_shape(lambda: packing.split(*batch, 1))
+  ids = jnp.ones((3, 8))
+  batch = Rollout(ids, ids, jnp.ones((3, 4, 8)), None, None, None)
+  jax.eval_shape(lambda: packing.split(batch, planned, 1))
   with pytest.raises(ValueError, match="1 micro-batches may be larger than 2"):
-    packing.split(*batch, 2)
+    packing.split(batch, planned, 2)
 
 
 # Flat arrays of real tokens.
@@ -288,21 +289,20 @@ def assert_near(result, expected, tolerance):
 
 def differentiate(lm, params, samples, layout):
   """Returns gradients, and log-probabilities and entropies of real tokens."""
-  prompts = samples.prompt_ids, samples.prompt_mask
-  ids = samples.completion_ids
+  real = samples.completion_mask
   rows = None
   if layout is not None:
-    split = packing.split(prompts, ids, layout)
-    prompts, ids, _, rows = jax.tree.map(lambda x: x[0], split)
+    split = packing.split(samples, layout)
+    samples, _, rows = jax.tree.map(lambda x: x[0], split)
 
   def objective(params):
     options = {"sampling": Sampling(temperature=0.7), "chunk_size": 5}
+    prompts = samples.prompt_ids, samples.prompt_mask
     both = packed_logprobs.completion_logprobs(
-      lm, params, *prompts, ids, rows, **options
+      lm, params, *prompts, samples.completion_ids, rows, **options
     )[:2]
     if layout is not None:
       both = [packing.join(x[None], layout, (B, G)) for x in both]
-    real = samples.completion_mask
     logprobs, entropy = (jnp.where(real, x, 0) for x in both)
     weights = jnp.sin(jnp.arange(real.size).reshape(real.shape))
     return jnp.sum(weights * logprobs), (logprobs, entropy)
@@ -347,9 +347,11 @@ def test_prompts_longer_than_planned_give_nan(tiny):
 
   @jax.jit
   def packed(layout, mask):
-    parts = packing.split((prompts, mask), ids, layout)
-    (of_prompts, mask), of_ids, _, rows = jax.tree.map(lambda x: x[0], parts)
-    args = tiny.lm, tiny.params, of_prompts, mask, of_ids, rows
+    samples = Rollout(prompts, mask, ids, None, None, None)
+    parts = packing.split(samples, layout)
+    part, _, rows = jax.tree.map(lambda x: x[0], parts)
+    tokens = part.prompt_ids, part.prompt_mask, part.completion_ids
+    args = tiny.lm, tiny.params, *tokens, rows
     return packed_logprobs.completion_logprobs(*args)[0]
 
   real = np.arange(8) < lengths[..., None]

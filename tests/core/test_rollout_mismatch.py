@@ -266,8 +266,10 @@ def expected_gradient(policies, sampler, objective):
     logprobs(table), by_share * entropies(table)
   )
 
+  batch = batch.replace(weights=share * mask)
+
   def loss(table):
-    args = (batch, share * mask, MinibatchTotals(), objective.entropy_coef)
+    args = batch, MinibatchTotals(), objective.entropy_coef
     return micro_batch_loss(table, terms, *args)[0]
 
   return jax.jit(jax.grad(loss))(p)

@@ -4,6 +4,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from grpojax.training.step.resampling import ResampledBatch
 
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.types import Batch, Rollout
@@ -11,7 +12,6 @@ from grpojax.rewards.groups import GroupRewards
 from grpojax.runtime.text import tokenization
 from grpojax.training.policies import Policy
 from grpojax.training.report import sample_rows
-from grpojax.training.step.resampling import ResampledBatch
 
 B = 3
 G = 2

@@ -19,6 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.objective import Objective
 
+NAME = "entropy"  # of the control in the extras of a state
+
 
 @typing.no_type_check
 @struct.dataclass
@@ -52,20 +54,18 @@ def coefficient(
   if control is None:
     raise ValueError(
       "entropy_target needs the adaptive coefficient in the state: use "
-      "state.replace(entropy=losses.entropy.init_control(objective))"
+      "state.replace(extras={'entropy': entropy.init_control(objective)})"
     )
   return jnp.where(control.entropy <= target, control.coefficient, 0.0)
 
 
 def adapt(
   objective: Objective,
-  control: EntropyControl | None,
+  control: EntropyControl,
   entropy: Float[Array, ""],
   skipped: Bool[Array, ""],
-) -> EntropyControl | None:
+) -> EntropyControl:
   """Returns the next `EntropyControl`, unchanged if an update was `skipped`."""
-  if control is None:
-    return None
   step = objective.entropy_coef_delta
   most = objective.entropy_coef_max
   # The entropy in this update moves the coefficient of the next one.

@@ -45,14 +45,15 @@ and back).
 """
 
 import typing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from grpojax.core.packing.micro_batches import cuts, split_rows
+from grpojax.core.rows import group_shape, map_rows
 
 
 class Sizes(NamedTuple):
@@ -103,20 +104,17 @@ class Packing:
 
 
 def split(
-  prompts: PyTree[Shaped[Array, "B ..."]],
-  samples: PyTree[Shaped[Array, "B G ..."]],
-  packing: Packing | None,
-  count: int = 1,
-) -> tuple[PyTree, PyTree, Bool[Array, "n U G"] | None, Rows | None]:
-  """Splits a batch into `count` micro-batches, the first axis of the results.
+  record: Any, packing: Packing | None, count: int = 1
+) -> tuple[Any, Bool[Array, "n U G"] | None, Rows | None]:
+  """Splits a record's rows into `count` micro-batches, its arrays' first axis.
 
-  Returns prompts, samples, a mask of the samples in the micro-batch's rows, and
-  the rows. A packing may have fewer micro-batches, with room for U prompts per
+  Returns the record, a mask of the samples in the micro-batch's rows, and the
+  rows. A packing may have fewer micro-batches, with room for U prompts per
   split; a prompt with rows in several splits is copied into each. Without a
   packing, mask and rows are None. ValueError if the batch cannot be divided
   (`micro_batches.cuts`) or packed micro-batches may exceed unpacked ones.
   """
-  b, g = jax.tree.leaves(samples)[0].shape[:2]
+  b, g = group_shape(record)
   if packing is not None:
     if packing.rows.sizes.samples * count > b * g:
       raise ValueError(
@@ -124,26 +122,24 @@ def split(
         f"than {count} unpacked ones: plan it with micro_batches={count} (see "
         "packing.layout.plan)"
       )
-    return _split_packed(prompts, samples, packing)
+    return _split_packed(record, packing)
   prompt_parts, group_parts = cuts(b, g, count)
 
-  # Sample s of a group goes to part s mod group_parts.
-  def split_groups(x):
+  def split_field(x, *axes):
     x = split_rows(x, prompt_parts)
+    if "group" not in axes:  # each part of a group comes with its prompt
+      return jnp.repeat(x, group_parts, axis=0)
+    # Sample s of a group goes to part s mod group_parts.
     x = x.reshape(*x.shape[:2], -1, group_parts, *x.shape[3:])
     # -> [prompt_parts, group_parts, U, G / group_parts, ...]
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(-1, *x.shape[2:])
 
-  samples = jax.tree.map(split_groups, samples)
-  # Each part of a group comes with its prompt.
-  prompts = split_rows(prompts, prompt_parts)
-  prompts = jax.tree.map(lambda x: jnp.repeat(x, group_parts, axis=0), prompts)
-  return prompts, samples, None, None
+  return map_rows(split_field, record), None, None
 
 
-def _split_packed(prompts, samples, packing: Packing):
-  """Splits a batch into the micro-batches of its packing."""
+def _split_packed(record: Any, packing: Packing):
+  """Splits a record into the micro-batches of its packing."""
   bundles, splits, u = packing.prompt_of_copy.shape
   rows = packing.rows
   prompt_of_copy = packing.prompt_of_copy.reshape(bundles, -1)
@@ -159,8 +155,8 @@ def _split_packed(prompts, samples, packing: Packing):
     x = jnp.swapaxes(split_rows(x, count), 1, 2)
     return x.reshape(packing.micro_batches(), -1, *x.shape[4:])
 
-  arrays = prompts, samples, packing.copy_of_sample
-  prompts, samples, copy_of_sample = jax.tree.map(by_split, arrays)
+  arrays = record, packing.copy_of_sample
+  record, copy_of_sample = jax.tree.map(by_split, arrays)
   # A copy comes with its whole group; its split only computes `in_rows`.
   in_rows = copy_of_sample == jnp.arange(splits * u).reshape(splits, u, 1)
   # A micro-batch has every count-th bundle. The bundles of a device are
@@ -168,7 +164,7 @@ def _split_packed(prompts, samples, packing: Packing):
   on_device = rows.sizes.bundles // rows.sizes.devices
   bundle = jnp.arange(bundles)[:, None, None] // count % on_device
   rows = rows.replace(prompt_of_row=rows.prompt_of_row + u * bundle)
-  return jax.tree.map(to_micro_batches, (prompts, samples, in_rows, rows))
+  return jax.tree.map(to_micro_batches, (record, in_rows, rows))
 
 
 def join(

@@ -32,9 +32,8 @@ from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
 from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import scoring
+from grpojax.training.step import sampling, scoring
 
-CORRECT = 1.0  # minimum reward of a correct completion
 VOTING = ("exact_answer", *functions.READ_ANSWERS)
 """Reward functions that extract an answer, for majority votes."""
 REWARD = "reward"
@@ -160,8 +159,9 @@ def evaluate(
     padded = jax.tree.map(pad, prompts)
     if mesh is not None:
       padded = meshes.place(padded, mesh, "batch")
-    sampled = sampler(
-      params, padded, examples, jax.random.fold_in(key, i), check_signals
+    sampled = sampling.complete(
+      *(sampler, params, padded, examples),
+      *(jax.random.fold_in(key, i), check_signals),
     )
     decoded, scores = scoring.compute_rewards(
       policy, reward_pool, examples, sampled, check_signals
@@ -227,7 +227,7 @@ def per_prompt(
   reward is missing and rewards are `graded` or not all 0 or 1. A single prompt
   has only the accuracy, because other intervals need several prompts.
   """
-  right = result.rewards >= CORRECT
+  right = result.rewards >= scoring.CORRECT
   values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}
   if not ks:
     values["accuracy"] = right[:, 0].astype(np.float32)

@@ -32,11 +32,12 @@ from grpojax.training import policies
 from grpojax.training.config import to_config
 from grpojax.training.data import prompts, splits
 from grpojax.training.evaluation import best, evaluation
-from grpojax.training.report import run_report
+from grpojax.training.report import run_report, sample_rows
 from grpojax.training.run import run_directory
 from grpojax.training.run.progress import Progress, troubles
 from grpojax.training.run.start import Run
 from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.step.extension import StepResult
 
 KEPT_FAILURES = 20  # per step, in failures.jsonl
 REWARD = "held_out_reward"  # metric of evaluations
@@ -271,16 +272,19 @@ def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
     _append(run, run_directory.FAILURES, {"step": step} | failure._asdict())
 
 
-def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
+def log(run: Run, row: dict[str, Any], result: StepResult, eta: Eta) -> None:
   """Records a step's metrics; prints progress and samples when due."""
   settings = run.settings
   step = row["step"]
   if not settings.loss.needs_reference:
     row.pop("kl")
-  counts = row.pop("reward_counts", None)
   record(run, row)
-  if counts is not None:
+  shown = []
+  if result.drawn is not None:
+    counts = sample_rows.reward_counts(result.drawn.rewards.rewards)
     _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
+    if step % settings.log.samples_every == 0:
+      shown = sample_rows.of_step(settings, run.policy, result)
   if step % settings.log.every == 0 or step == settings.steps:
     print(step_line(settings, row, eta), flush=True)
   for sample in shown:

@@ -39,12 +39,12 @@ import numpy as np
 from jaxtyping import Float
 
 from grpojax.core import meshes
-from grpojax.core.types import Batch
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenization
 from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step.resampling import ResampledBatch
+from grpojax.training.step.draws import Draw
+from grpojax.training.step.extension import StepResult
 
 BINS = 32
 TRAINING_LOGPROBS = {"trainer_logprobs", "ref_logprobs"}
@@ -73,11 +73,13 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
   return first + [after(*pair) for pair in itertools.pairwise(ids)]
 
 
-def of_batch(
-  settings: TrainSettings, policy: Policy, filled: ResampledBatch, batch: Batch
+def of_step(
+  settings: TrainSettings, policy: Policy, result: StepResult
 ) -> list[dict[str, Any]]:
   """Returns rows of samples.jsonl without "step"; called by all processes."""
-  samples = filled.rollout
+  draw = result.drawn.batch
+  batch = result.batch
+  samples = draw.rollout
   arrays = {
     "ids": samples.completion_ids,
     "mask": samples.completion_mask,
@@ -92,24 +94,24 @@ def of_batch(
     arrays["packed"] = batch.packing.packed()
   if samples.turns is not None:
     arrays |= {"turns": samples.turns, "turn_rewards": samples.turn_rewards}
+  if not settings.log.sample_groups:
+    return []
   # All processes take part in the transfer, but only the main one needs rows.
   arrays = meshes.fetch({k: v for k, v in arrays.items() if v is not None})
   if not distributed.is_main():
     return []
-  groups = min(settings.log.sample_groups, len(filled.drawn_groups))
+  groups = min(settings.log.sample_groups, len(draw.examples))
   return [
-    {"group": b} | _row(policy, filled, arrays, b, g)
+    {"group": b} | _row(policy, draw, arrays, b, g)
     for b in range(groups)
     for g in range(arrays["ids"].shape[1])
   ]
 
 
-def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
+def _row(policy: Policy, draw: Draw, arrays, b: int, g: int):
   """Returns the row of completion `g` of group `b`."""
-  drawn = filled.drawn
-  # Rewards and examples are indexed by drawn group, `arrays` by batch row.
-  place = filled.drawn_groups[b]
-  example = filled.examples[place]
+  rewards = draw.rewards
+  example = draw.examples[b]
   sample = {name: values[b, g] for name, values in arrays.items()}
   ids, mask = sample["ids"], sample["mask"]
   # The training program leaves out samples without a gradient.
@@ -132,9 +134,9 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
     "completion": text,
     **turns,
     "answer": example.get("answer"),
-    "reward": _number(drawn.rewards[place, g]),
+    "reward": _number(rewards.rewards[b, g]),
     "rewards": {
-      name: _number(values[place, g]) for name, values in drawn.values.items()
+      name: _number(values[b, g]) for name, values in rewards.values.items()
     },
     "advantage": _numbers(sample["advantage"], mask),
     "truncated": not sample["finished"],

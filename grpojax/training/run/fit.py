@@ -14,11 +14,12 @@ import functools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpojax.core.types import TrainState
 from grpojax.data.examples import Changed
+from grpojax.rewards import groups
 from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.files import disk, run_lock
@@ -27,15 +28,20 @@ from grpojax.runtime.terminal import screen
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation import best
 from grpojax.training.report import profiling, reporting, run_report
-from grpojax.training.run import open_run, run_directory, run_storage
+from grpojax.training.run import open_run, run_directory, run_storage, start
 from grpojax.training.run import progress as progress_lib
 from grpojax.training.run.progress import Progress
 from grpojax.training.run.start import Run
 from grpojax.training.settings.batches import draw_parts, samples_per_step
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import device, difficulty, host, reference, scoring
+from grpojax.training.step import device, host, reference, scoring
 from grpojax.training.step import pending as pending_lib
-from grpojax.training.step.diagnosis import make_update_group_size
+from grpojax.training.step.extension import Extension, StepResult
+from grpojax.training.step.extensions import (
+  group_size,
+  moving_reference,
+  open_extensions,
+)
 
 CheckSignals = Callable[..., None]
 
@@ -49,22 +55,23 @@ class Stopped(Exception):
 
 
 class _PromptStream:
-  """Prompts of each step, in the order of the data or by difficulty."""
+  """Prompts of each step, in the data's order or chosen by an extension."""
 
-  def __init__(self, run: Run):
+  def __init__(self, run: Run, extensions: Mapping[str, Extension]):
     self._run = run
+    self._choose = [x.choose for x in extensions.values() if x.choose]
     self._group_size = None
     self._batches = iter(())
 
   def open(self, state: TrainState, group_size: int) -> None:
     """Opens the stream at the state's position, unless it is already there."""
     settings = self._run.settings
-    policy = self._run.policy
-    args = settings, policy, self._run.train.examples, group_size
-    if state.difficulty is not None:  # `map` is lazy: `take` raises its errors
-      self._batches = map(functools.partial(difficulty.draw, *args), [state])
+    if self._choose:  # `map` is lazy: `take` raises its errors
+      (choose,) = self._choose
+      self._batches = map(choose, [state], [group_size])
     elif self._group_size != group_size:
       self._group_size = group_size
+      args = settings, self._run.policy, self._run.train.examples, group_size
       start = int(state.prompts_consumed)
       parts = draw_parts(settings)
       self._batches = prompts_lib.training_batches(*args, start, parts)
@@ -91,70 +98,83 @@ def remaining_steps(
 ) -> Iterator[tuple[TrainState, Progress]]:
   """Runs each remaining step in the context `around(step)`; yields results."""
   settings = run.settings
-  eta = reporting.Eta()
-  stream = _PromptStream(run)
+  inputs = start.inputs(run, tx, check_signals)
+  extensions = open_extensions(inputs)
 
   @functools.cache
-  def make_step(group_size: int):
-    args = settings, run.policy, group_size, tx, run.ref_params, run.shardings
+  def step_of(group_size: int) -> Callable[..., StepResult]:
     if settings.reward.on_device:
-      return device.make_device_step(*args)
-    return host.HostStep(*args, run.reward_pool, check_signals)
+      return device.make_device_step(inputs, extensions, group_size)
+    opened = host.open_step(inputs, extensions, group_size)
+    return functools.partial(host.take_step, opened)
 
-  update_group_size = make_update_group_size(settings, run.shardings)
-  update_reference = reference.make_update_reference(settings, run.shardings)
-  first = int(state.step) + 1
-  every = settings.diagnostics.every
-  pending = state.pending
+  stream = _PromptStream(run, extensions)
+  log = _StepLog(run, progress)
   upcoming = None
   parts = draw_parts(settings)
-  state = state.replace(pending=None)
-  compiled = compilation.seconds()
-  began = time.perf_counter() - progress.train_seconds
-  for number in range(first, settings.steps + 1):
+  for number in range(int(state.step) + 1, settings.steps + 1):
     check_signals(together=True)
-    start = time.perf_counter()
-    programs = len(compiled)
-    group_size = settings.group_size
-    if state.group_size is not None:
-      group_size = int(state.group_size.group_size)
+    log.begin()
     # Take the prompts of this step and, if sampled ahead, of the next one.
-    stream.open(state, group_size)
+    size = group_size.current(settings, state)
+    stream.open(state, size)
     prompts, examples = upcoming or stream.take(number, parts)
     ahead = settings.sampling.ahead and number < settings.steps
     upcoming = stream.take(number + 1, parts) if ahead else None
-    # Step 1 compiles enough, so the first diagnosis is that of step 2.
-    diagnosed = every > 0 and number > 1 and (number - 2) % every == 0
-    if settings.sampling.ahead and not ahead:
-      diagnosed = False  # the last step samples nothing ahead
-    step = make_step(group_size)
     take = functools.partial(stream.take, number)
     with around(number):
-      state, metrics, samples, failures, pending = step(
-        state, prompts, examples, diagnosed, take, pending, upcoming
-      )
-    state = update_reference(state)
-    if diagnosed:
-      state = update_group_size(state, metrics)
-    now = time.perf_counter()
+      result = step_of(size)(state, prompts, examples, take, upcoming)
+    state = result.state
+    yield state, log.end(number, size, result)
+    log.resume()
+
+
+class _StepLog:
+  """Completes and logs the metrics of each step."""
+
+  def __init__(self, run: Run, progress: Progress):
+    self._run = run
+    self._progress = progress
+    self._eta = reporting.Eta()
+    self._compiled = compilation.seconds()
+    self._began = time.perf_counter() - progress.train_seconds
+
+  def begin(self) -> None:
+    """Begins a step."""
+    self._start = time.perf_counter()
+    self._programs = len(self._compiled)
+
+  def end(self, number: int, group_size: int, result: StepResult) -> Progress:
+    """Logs a step; returns the run's progress after it."""
+    run = self._run
+    settings = run.settings
+    self._ended = now = time.perf_counter()
+    seconds = now - self._start
     # JAX measures compilation with a clock that may be set back or forward.
-    seconds_compile = min(max(sum(compiled[programs:]), 0.0), now - start)
-    eta = eta.after_step(now - start - seconds_compile)
-    # Complete the step's row of metrics, and log it.
-    row = {"step": number, "group_size": group_size, **metrics}
-    row["train_seconds"] = now - began
-    row["seconds_compile"] = seconds_compile
-    samples_drawn = samples_per_step(settings) * row.get("gen_batches", 1)
-    tokens = samples_drawn * float(row["completion_length_mean"])
-    row["seconds_step"] = now - start
-    row["tokens_per_second"] = tokens / row["seconds_step"]
-    progress = progress_lib.after(progress, row)
-    if diagnosed:
-      row = progress_lib.with_pooled_group_size(progress, row)
-    reporting.log(run, row, samples, eta)
-    reporting.log_failures(run, number, failures)
-    yield state.replace(pending=pending), progress
-    eta = eta.after_pause(time.perf_counter() - now)
+    compiled = sum(self._compiled[self._programs :])
+    seconds_compile = min(max(compiled, 0.0), seconds)
+    self._eta = self._eta.after_step(seconds - seconds_compile)
+    row = {"step": number, "group_size": group_size, **result.metrics}
+    drawn = samples_per_step(settings) * row.get("gen_batches", 1)
+    tokens = drawn * float(row["completion_length_mean"])
+    row |= {
+      "train_seconds": now - self._began,
+      "seconds_compile": seconds_compile,
+      "seconds_step": seconds,
+      "tokens_per_second": tokens / seconds,
+    }
+    self._progress = progress_lib.after(self._progress, row)
+    if "c1" in row:  # a step with a diagnosis
+      row = progress_lib.with_pooled_group_size(self._progress, row)
+    reporting.log(run, row, result, self._eta)
+    if result.drawn is not None:
+      failures = groups.all_failures(result.drawn.rewards)
+      reporting.log_failures(run, number, failures)
+    return self._progress
+
+  def resume(self) -> None:
+    """Leaves out the time since the last step's end."""
+    self._eta = self._eta.after_pause(time.perf_counter() - self._ended)
 
 
 def fit(
@@ -192,7 +212,7 @@ def fit(
     notes = dataclasses.asdict(with_record())
     sync()  # upload the rows of a step before its checkpoint
     run.check_directory()  # Orbax would create a missing directory
-    saved = state.replace(reference=reference.to_device(state.reference))
+    saved = moving_reference.moved(state, reference.to_device)
     saved = pending_lib.to_stored(saved, run.mesh)
     always = best.step(record) if settings.checkpoint.best else None
     checkpoint.save(checkpointer, int(state.step), saved, notes, always)

@@ -21,7 +21,7 @@ from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.training.optimizer import optimizer
 from grpojax.training.settings.batches import group_sizes, samples_per_step
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step.reference import follows_policy
+from grpojax.training.step.extensions.moving_reference import follows_policy
 
 
 class Part(NamedTuple):

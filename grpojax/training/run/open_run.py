@@ -7,6 +7,7 @@ writes the directory; every process checks the files it reads.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -40,6 +41,7 @@ from grpojax.training.run.progress import Progress, from_notes
 from grpojax.training.run.start import Run
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import pending, reference
+from grpojax.training.step.extensions import difficulty, moving_reference
 
 # Settings.
 
@@ -267,7 +269,7 @@ def resume(
   if changed and not run.settings.allow_changed_inputs:
     raise ValueError("\n".join(changed))
   same_prompts = progress.data.get("train", data["train"]) == data["train"]
-  if state.difficulty is not None and not same_prompts:
+  if difficulty.NAME in state.extras and not same_prompts:
     raise ValueError(
       "the training prompts changed, so this run's success rates "
       "(difficulty.priority) no longer fit: restore the data, or export "
@@ -300,9 +302,11 @@ def resume(
   )
   if step is not None:
     # Checkpoints are saved and restored with the reference in device memory.
-    state = state.replace(reference=reference.to_device(state.reference))
+    state = moving_reference.moved(state, reference.to_device)
     state = checkpoint.restore(checkpointer, state, step)
-    state = reference.state_to_memory(state, run.settings)
+    memory = run.settings.model.reference
+    to_memory = functools.partial(reference.to_memory, memory=memory)
+    state = moving_reference.moved(state, to_memory)
     state = pending.from_stored(state, run.mesh)
     print(f"resuming after step {step}", flush=True)
     if changed and state.pending is not None:

@@ -8,17 +8,16 @@ import jax
 import optax
 
 from grpojax.core import meshes
-from grpojax.core.losses.entropy import init_control
+from grpojax.core.losses.entropy import NAME, init_control
 from grpojax.core.random_keys import seed_key
 from grpojax.core.step import init_state
 from grpojax.core.types import LM, Params, TrainState
 from grpojax.models import sharding
 from grpojax.runtime.cli.configs import config_error
-from grpojax.statistics import group_size
 from grpojax.training import policies
 from grpojax.training.policies import Policy
 from grpojax.training.run import hub_pins
-from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.settings.run import TrainSettings
 
 
 def make_mesh(
@@ -115,8 +114,5 @@ def first_state(
 ) -> TrainState:
   """Returns a run's state before its first step."""
   state = init_state(params, tx, seed_key(settings.seed))
-  state = state.replace(entropy=init_control(settings.loss))
-  if settings.group_size != AUTO:
-    return state
-  start = settings.auto_group_size.start
-  return state.replace(group_size=group_size.init_choice(start))
+  control = init_control(settings.loss)
+  return state if control is None else state.replace(extras={NAME: control})

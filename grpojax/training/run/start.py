@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from grpojax.core import meshes
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params, TrainState
 from grpojax.data.examples import SPLITS
@@ -32,7 +33,13 @@ from grpojax.training.run import (
 )
 from grpojax.training.settings import batches
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import difficulty, episodes, reference, scoring
+from grpojax.training.step import episodes, reference, scoring
+from grpojax.training.step.extension import Inputs, extended
+from grpojax.training.step.extensions import (
+  difficulty,
+  moving_reference,
+  open_extensions,
+)
 from grpojax.training.step.sampling import make_sampler
 
 LARGE = 50_000_000  # number of parameters from which learning rates are checked
@@ -185,6 +192,25 @@ def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
   )
 
 
+def inputs(
+  run: Run,
+  tx: optax.GradientTransformation,
+  check_signals: Callable[..., None] = lambda together=False: None,
+) -> Inputs:
+  """Returns the inputs of a run's steps."""
+  return Inputs(
+    run.settings,
+    run.policy,
+    tx,
+    run.shardings,
+    run.mesh,
+    run.ref_params,
+    run.reward_pool,
+    run.train.examples,
+    check_signals,
+  )
+
+
 def start(
   run: Run, checkpointer: checkpoint.Checkpointer
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
@@ -198,10 +224,12 @@ def start(
   mesh = run.mesh
   tx = optimizer(settings)
 
+  extensions = open_extensions(inputs(run, tx))
+
   def fresh(params):
     state = setup.first_state(settings, tx, params)
-    rates = difficulty.init_rates(settings, run.train.examples)
-    return state.replace(difficulty=rates)
+    first = {name: x.init() for name, x in extensions.items() if x.init}
+    return extended(state, **first)
 
   shardings = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
   params = jax.device_put(policy.params, shardings.params)
@@ -209,8 +237,8 @@ def start(
   # The reference is a copy that follows the policy, the base model of adapters,
   # or fixed weights stored with the run.
   ref_params = following = None
-  if reference.follows_policy(settings):
-    following = reference.make_copy(shardings.params)(params)
+  if moving_reference.follows_policy(settings):
+    following = meshes.run_like(reference.copied, params)
   elif policy.frozen is not None and not policy.teacher:
     ref_params = {} if settings.loss.needs_reference else None  # the base model
   elif settings.loss.needs_reference:
@@ -220,8 +248,10 @@ def start(
     ref_params = checkpoint.restore_params(saved, fixed)
     ref_params = reference.to_memory(ref_params, settings.model.reference)
   state = jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
-  state = state.replace(reference=following)
-  state = reference.state_to_memory(state, settings)
+  if following is not None:
+    memory = settings.model.reference
+    following = reference.to_memory(following, memory)
+    state = extended(state, **{moving_reference.NAME: following})
   step = checkpoint.latest_step(checkpointer)
   if distributed.is_main():
     for name in run_directory.RECORDS:

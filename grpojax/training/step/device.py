@@ -1,40 +1,38 @@
 """Training step in one compiled program, with the reward on the device."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import optax
 
 from grpojax.core import meshes
 from grpojax.core.step import make_grpo_step
-from grpojax.core.types import Params, Prompts, TrainState
+from grpojax.core.types import Prompts, TrainState
 from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import reference
-from grpojax.training.step.diagnosis import make_diagnose
-from grpojax.training.step.host import StepResult
+from grpojax.training.step.extension import (
+  Extension,
+  Inputs,
+  StepResult,
+  after_update,
+)
+from grpojax.training.step.extensions import diagnosis, moving_reference
 
 
-def make_device_program(
-  settings: TrainSettings,
-  policy: policies.Policy,
-  group_size: int,
-  tx: optax.GradientTransformation,
-  shardings: TrainState,
-  diagnose: Callable[..., Any] | None = None,
+def step_program(
+  inputs: Inputs, group_size: int, diagnose: Callable[..., Any] | None = None
 ):
   """Compiles a step, `(state, prompts, ref_params) -> (state, metrics)`.
 
   The state is donated. `diagnose` is a function of `make_diagnose`, or None.
   """
+  settings = inputs.settings
+  policy = inputs.policy
   _, reward = prompts_lib.device_reward(settings, policy)
 
   def step(lm, state, prompts, ref_params):
     run = make_grpo_step(
       lm,
-      tx,
+      inputs.tx,
       reward,
       group_size=group_size,
       max_new_tokens=settings.sampling.max_new_tokens,
@@ -48,40 +46,35 @@ def make_device_program(
     )
     return run(state, prompts, ref_params)
 
+  shardings = inputs.shardings.of_update()
   return policies.jit(
     policy, step, donate_argnums=1, out_shardings=(shardings, None)
   )
 
 
 def make_device_step(
-  settings: TrainSettings,
-  policy: policies.Policy,
-  group_size: int,
-  tx: optax.GradientTransformation,
-  ref_params: Params | None,
-  shardings: TrainState,
+  inputs: Inputs, extensions: Mapping[str, Extension], group_size: int
 ) -> Callable[..., StepResult]:
-  """Returns a training step in one XLA program, to be called like `HostStep`.
+  """Returns a training step in one XLA program, called like `host.take_step`.
 
   Completions stay on the device, so rows are not packed, and the result has
   neither samples nor failures.
   """
-  args = settings, policy, group_size, tx, shardings
-  shards = meshes.row_shards(meshes.mesh_of(shardings))
-  diagnose = make_diagnose(settings, shards, policy.vmappable)
-  plain = make_device_program(*args)
-  with_diagnosis = make_device_program(*args, diagnose)
+  settings = inputs.settings
+  shards = meshes.row_shards(inputs.mesh)
+  diagnose = diagnosis.make_diagnose(settings, shards, inputs.policy.vmappable)
+  plain = step_program(inputs, group_size)
+  with_diagnosis = step_program(inputs, group_size, diagnose)
 
-  def step(
-    state: TrainState, prompts: Prompts, _=None, diagnosed: bool = False, *__
-  ) -> StepResult:
-    program = with_diagnosis if diagnosed else plain
-    # The program donates the state, so the reference is passed separately.
-    moving = state.reference
-    state = state.replace(reference=None)
-    ref = reference.to_device(ref_params if moving is None else moving)
-    state, metrics = program(state, prompts, ref)
-    state = state.replace(reference=moving)
-    return StepResult(state, meshes.fetch(metrics), [], [])
+  def step(state: TrainState, prompts: Prompts, *_: Any) -> StepResult:
+    number = int(meshes.fetch(state.step)) + 1
+    program = with_diagnosis if diagnosis.is_due(settings, number) else plain
+    ref_params = moving_reference.params(inputs, state)
+    extras = state.extras
+    state, metrics = program(state.of_update(), prompts, ref_params)
+    metrics = meshes.fetch(metrics)
+    state = state.replace(extras={**extras, **state.extras})
+    state = after_update(extensions, state, None, metrics)
+    return StepResult(state, metrics)
 
   return step

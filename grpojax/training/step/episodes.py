@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, UInt
 
-from grpojax.core import meshes
+from grpojax.core import meshes, rows
 from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params, Prompts, Rollout
@@ -200,7 +200,7 @@ def make_player(
   """Returns a function that samples trajectories with their environments.
 
   The function returns a generator: `(params, prompts, examples, key,
-  *first_prompt, check_signals) -> Sampled`, run by `play_together`. It yields
+  *first_prompt, check_signals) -> Sampled`, for `as_completed`. It yields
   while the devices decode.
   """
   programs = make_programs(
@@ -247,9 +247,7 @@ def make_player(
       wait=functools.partial(policies.wait, check_signals=check_signals),
     )
     if mesh is not None:
-      rollout = meshes.map_rows(
-        lambda x, *names: meshes.place(x, mesh, *names), rollout
-      )
+      rollout = rows.place(rollout, mesh)
     # Transcripts have the prompt with the reset's observation.
     for i, group in zip(table.prompts, table.transcripts, strict=True):
       for row in group:

@@ -1,69 +1,53 @@
-"""Rollout of the next step, sampled before the update of this one.
+"""Stored form of the next step's completions, drawn a step ahead.
 
 With sampling.ahead = 1 completions are always sampled from the parameters
 before the last update, so that results do not depend on timing. Checkpoints
-contain the pending rollout, and a resumed run continues with it.
+contain the pending draw, and a resumed run continues with it.
 """
 
 import io
 import json
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from grpojax.core import meshes
+from grpojax.core import meshes, rows
 from grpojax.core.types import Rollout, TrainState
 from grpojax.data.examples import READ
 from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import Failure
+from grpojax.training.step.draws import Draw
 
 _HEADER = 8  # bytes of the file's length
 _PROMPT = "prompt_text", READ  # fields that an environment's reset may change
-_BY_FUNCTION = ("values", "extras")  # fields of `GroupRewards`: arrays by name
-
-
-class Pending(NamedTuple):
-  """Completions of the next step with their rewards and prompts."""
-
-  rollout: Rollout
-  rewards: GroupRewards
-  prompts: list[dict[str, Any]]  # fields `_PROMPT` of each example
-
-
-def make_pending(
-  rollout: Rollout, rewards: GroupRewards, examples: Sequence[dict[str, Any]]
-) -> Pending:
-  """Returns a `Pending` of a rollout, its rewards and its examples' prompts."""
-  prompts = [{k: x[k] for k in _PROMPT if k in x} for x in examples]
-  return Pending(rollout, rewards, prompts)
+_ARRAY = "\0"  # key of an array's number, which no field or function has
 
 
 def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
-  """Returns a state with its pending rollout as an array of bytes.
+  """Returns a state with its pending draw as an array of bytes.
 
   The bytes are the length of an npz file, the file, and zeros up to a rounded
-  size, because each new size compiles another checksum program. Every process
-  must call this function.
+  size, because each new size compiles another checksum program. The file has
+  the draw as JSON text, with numbers for its arrays, and the arrays. Every
+  process must call this function.
   """
   if state.pending is None:
     return state
-  rollout, rewards, prompts = state.pending
-  arrays = {
-    f"rollout/{name}": value
-    for name, value in meshes.fetch(vars(rollout)).items()
-    if value is not None
+  arrays = []
+
+  def numbered(x):
+    arrays.append(x)
+    return {_ARRAY: len(arrays) - 1}
+
+  rollout, rewards, examples = state.pending
+  fields = {
+    "rollout": meshes.fetch(vars(rollout)),
+    "rewards": rewards._asdict(),
+    "examples": [{k: x[k] for k in _PROMPT if k in x} for x in examples],
   }
-  arrays |= {"rewards": rewards.rewards, "failed": rewards.failed}
-  names = {kind: list(getattr(rewards, kind)) for kind in _BY_FUNCTION}
-  for kind in names:  # numbered, since a name may be invalid in a file
-    values = getattr(rewards, kind).values()
-    arrays |= {f"{kind}/{i}": value for i, value in enumerate(values)}
-  # Failures, prompts and names are JSON text, stored as an array of bytes.
-  about = json.dumps([rewards.failures, prompts, names]).encode()
+  text = json.dumps(fields, default=numbered).encode()
   file = io.BytesIO()
-  np.savez(file, about=np.frombuffer(about, np.uint8), **arrays)
+  np.savez(file, np.frombuffer(text, np.uint8), *arrays)
   content = file.tell().to_bytes(_HEADER, "little") + file.getvalue()
   # Round up to a multiple of a power of two.
   unit = 1 << (len(content).bit_length() - 3)  # 1/8 to 1/4 of the length
@@ -80,24 +64,19 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   length = int.from_bytes(stored[:_HEADER], "little")
   content = io.BytesIO(stored[_HEADER:][:length])
   with np.load(content, allow_pickle=False) as file:
-    arrays = {name: file[name] for name in file.files}
-  failures, prompts, names = json.loads(arrays.pop("about").tobytes())
-  by_function = {
-    kind: {name: arrays[f"{kind}/{i}"] for i, name in enumerate(names[kind])}
-    for kind in _BY_FUNCTION
-  }
-  fields = {
-    name.removeprefix("rollout/"): value
-    for name, value in arrays.items()
-    if name.startswith("rollout/")
-  }
-  rollout = meshes.map_rows(
-    lambda x, *names: meshes.place(x, mesh, *names), Rollout(**fields)
+    text, *arrays = (file[f"arr_{i}"] for i in range(len(file.files)))
+  fields = json.loads(
+    text.tobytes(),
+    object_hook=lambda x: arrays[x[_ARRAY]] if _ARRAY in x else x,
   )
-  rewards = GroupRewards(
-    rewards=arrays["rewards"],
-    failed=arrays["failed"],
-    failures=[[[Failure(*x) for x in row] for row in g] for g in failures],
-    **by_function,
+  rewards = GroupRewards(**fields["rewards"])
+  failures = [
+    [[Failure(*failure) for failure in sample] for sample in group]
+    for group in rewards.failures
+  ]
+  draw = Draw(
+    rows.place(Rollout(**fields["rollout"]), mesh),
+    rewards._replace(failures=failures),
+    fields["examples"],
   )
-  return state.replace(pending=Pending(rollout, rewards, prompts))
+  return state.replace(pending=draw)

@@ -1,19 +1,9 @@
-"""Reference policy: storage in device or host memory, updates and prompts.
-
-A fixed reference is the starting policy, stored with the run. A moving one
-(TR-DPO, arXiv 2404.09656) is part of the state and its checkpoints: every
-`model.reference_every` steps its parameters become
-
-    mix * policy + (1 - mix) * reference,    mix = model.reference_mix
-
-With mix = 1 this copies the policy; a small mix at every step is an exponential
-average. For LoRA both factors of the adapters are mixed.
+"""Reference policy: storage in device or host memory, and its prompts.
 
 The reference may read other prompts (`model.reference_prompt`), with a hint
 that the policy learns to do without (self-distillation).
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from grpojax.core import meshes
-from grpojax.core.types import Params, Prompts, TrainState
+from grpojax.core.types import Params, Prompts
 from grpojax.data.examples import READ
 from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.text import tokenization
@@ -43,11 +33,6 @@ def check_memory(memory: str, mesh: Mesh) -> None:
   if kind is not None and kind not in kinds:
     remedy = f"{device.platform} has no memory of the kind {kind}: use device"
     raise ValueError(config_error("model.reference", memory, remedy))
-
-
-def follows_policy(settings: TrainSettings) -> bool:
-  """Returns True if the reference changes while training."""
-  return settings.loss.beta > 0 and settings.model.reference_every > 0
 
 
 def to_memory(params: Params | None, memory: str) -> Any:
@@ -70,16 +55,9 @@ def to_device(params: Params | None) -> PyTree:
   return jax.tree.map(move, params)
 
 
-def state_to_memory(state: TrainState, settings: TrainSettings) -> TrainState:
-  """Moves a state's reference to the memory set by model.reference."""
-  reference = to_memory(state.reference, settings.model.reference)
-  return state.replace(reference=reference)
-
-
-def make_copy(shardings: PyTree) -> Callable[[Params], Params]:
-  """Returns a function that copies parameters on their devices."""
-  copy = functools.partial(jax.tree.map, jnp.copy)
-  return jax.jit(copy, out_shardings=shardings)
+def copied(params: Params) -> Params:
+  """Copies parameters."""
+  return jax.tree.map(jnp.copy, params)
 
 
 def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
@@ -127,25 +105,3 @@ def make_read_prompts(
     return meshes.place(prompts, mesh, "batch")
 
   return read_prompts
-
-
-def make_update_reference(
-  settings: TrainSettings, shardings: TrainState
-) -> Callable[[TrainState], TrainState]:
-  """Returns a function that updates a moving reference when it is due."""
-  every = settings.model.reference_every
-  mix = settings.model.reference_mix
-
-  @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings.params)
-  def move(reference: Params, params: Params) -> Params:
-    return jax.tree.map(
-      lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), reference, params
-    )
-
-  def update_reference(state: TrainState) -> TrainState:
-    if state.reference is None or int(state.step) % every:
-      return state
-    new = move(to_device(state.reference), state.params)
-    return state_to_memory(state.replace(reference=new), settings)
-
-  return update_reference

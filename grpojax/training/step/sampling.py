@@ -8,20 +8,19 @@ and the programs of a thread, one at a time: one program would use one core.
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
-from grpojax.core import meshes
+from grpojax.core import meshes, rows
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.dynamic_sampling import pad_prompts
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Params, Prompts, Rollout
-from grpojax.environments.episodes import play_together
+from grpojax.environments.episodes import result
 from grpojax.environments.pool import EnvironmentPool
 from grpojax.models import passes, sharding
 from grpojax.training import policies
@@ -33,33 +32,32 @@ LARGEST_HALVED = 32 * 2**20
 """Maximum bytes of weights for sampling in halves. Larger weights keep several
 cores busy in one program, and the two halves would read them twice."""
 
-Sampler = Callable[..., Rollout]
+Program = Callable[..., Rollout]
 """`(params, prompts, key, *first_prompt) -> Rollout`; `first_prompt`, 0 by
 default, is the index of the first prompt among all prompts with this key."""
 
-
-def split_prompts(
-  prompts: Prompts, first: Int[Array, ""] | int = 0, *, parts: int
-) -> list[tuple[Prompts, Int[Array, ""]]]:
-  """Splits a batch into equal parts with the indices of their first prompts."""
-  rows = prompts.prompt_ids.shape[0] // parts
-
-  def part(start):
-    split = jax.tree.map(
-      lambda x: meshes.constrain(x[start : start + rows], "batch"), prompts
-    )
-    return split, jnp.int32(first + start)
-
-  return [part(i * rows) for i in range(parts)]
+Sampler = Callable[..., Generator[Any, None, Sampled]]
+"""`(params, prompts, examples, key, *first_prompt, check_signals) -> Sampled`,
+a generator for `as_completed`; it yields arrays while the devices compute."""
 
 
-def join_rollouts(parts: list[Rollout]) -> Rollout:
+@functools.partial(jax.jit, static_argnames="parts")
+def split(prompts: Prompts, *first: Array, parts: int) -> list[Any]:
+  """Splits a batch into equal parts, with the indices of their first prompts.
+
+  `first` is the index of the batch's first prompt, by default 0.
+  """
+  size = prompts.prompt_ids.shape[0] // parts
+  part = lambda i: rows.constrain(rows.take(prompts, slice(i, i + size)))
+  start = first[0] if first else 0
+  starts = [i * size for i in range(parts)]
+  return [(part(i), jnp.int32(start + i)) for i in starts]
+
+
+@jax.jit
+def join(parts: Sequence[Rollout]) -> Rollout:
   """Joins the rollouts of parts, whose prompts may differ in length."""
-  # Pad prompts to the same length before joining.
-  longest = max(part.prompt_ids.shape[-1] for part in parts)
-  parts = [pad_prompts(part, longest) for part in parts]
-  whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-  return meshes.map_rows(meshes.constrain, whole)
+  return rows.constrain(rows.concatenate(parts))
 
 
 def halves_pay(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
@@ -72,17 +70,15 @@ def halves_pay(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
   return one_cpu and overlaps and (os.cpu_count() or 1) > 1 and fits
 
 
-def sample_halves(program: Sampler, mesh: jax.sharding.Mesh | None) -> Sampler:
-  """Returns a sampler that runs a program, in two halves if that is faster."""
-  split = jax.jit(functools.partial(split_prompts, parts=2))
-  join = jax.jit(join_rollouts)
+def sample_halves(program: Program, mesh: jax.sharding.Mesh | None) -> Program:
+  """Returns a program that runs another, in two halves if that is faster."""
   devices = list(mesh.devices.flat) if mesh else jax.devices()[:1]
 
   def sampler(params: Params, prompts: Prompts, key: Array, *first: Array):
     weights = program.args, params  # frozen weights, and trained ones
     if not halves_pay(weights, prompts.prompt_ids.shape[0], devices):
       return program(params, prompts, key, *first)
-    (prompts_1, first_1), (prompts_2, first_2) = split(prompts, *first)
+    (prompts_1, first_1), (prompts_2, first_2) = split(prompts, *first, parts=2)
 
     def second_half():  # a mesh is set per thread
       with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
@@ -137,7 +133,7 @@ def with_result_shardings(
   constraint, XLA (Shardy) may confuse the two meshes. `args` are the program's
   arguments, or their shapes; `jax.set_mesh(mesh)` must be active.
   """
-  shardings = meshes.map_rows(
+  shardings = rows.map_rows(
     lambda x, *names: meshes.activation_sharding(mesh, x.shape, *names),
     jax.eval_shape(program, *args),
   )
@@ -164,8 +160,8 @@ def on_sampling_mesh(
   program: Callable[..., Any],
   mesh: jax.sharding.Mesh,
   sampling_mesh: jax.sharding.Mesh,
-) -> Sampler:
-  """Returns a sampler on `sampling_mesh` for arrays on the training mesh.
+) -> Program:
+  """Runs a program on `sampling_mesh` for arrays on the training mesh.
 
   JAX cannot combine arrays of two meshes, so prompts and samples are moved. The
   program itself casts and moves parameters (`LM.prepare`), except to separate
@@ -182,17 +178,15 @@ def on_sampling_mesh(
     prompts = meshes.place(prompts, sampling_mesh, "batch")
     others = meshes.place((key, *first), sampling_mesh)
     args = params, prompts, *others
-    rows = len(prompts.prompt_ids)
+    count = len(prompts.prompt_ids)
     with jax.set_mesh(sampling_mesh):
-      if rows not in samplers:
+      if count not in samplers:
         pinned = program
         if sampling_mesh is not mesh:
           pinned = with_result_shardings(program, sampling_mesh, *args)
-        samplers[rows] = sample_halves(pinned, sampling_mesh)
-      rollout = samplers[rows](*args)
-    return meshes.map_rows(
-      lambda x, *names: meshes.place(x, mesh, *names), rollout
-    )
+        samplers[count] = sample_halves(pinned, sampling_mesh)
+      rollout = samplers[count](*args)
+    return rows.place(rollout, mesh)
 
   return sampler
 
@@ -204,35 +198,50 @@ def make_sampler(
   sampling: Sampling,
   mesh: jax.sharding.Mesh | None = None,
   environment: EnvironmentPool | None = None,
-) -> Callable[..., Sampled]:
+  *,
+  sampling_mesh: jax.sharding.Mesh | None = None,
+  budgets: Callable[[Prompts], Array] | None = None,
+  record_experts: bool = False,
+) -> Sampler:
   """Returns a function that samples completions, or plays an environment.
 
-  It is `(params, prompts, examples, key, check_signals) -> Sampled`, on one
-  device if `mesh` is None.
+  Without a mesh it uses one device; by default `sampling_mesh` has all devices.
+  `budgets`, not used by environments, is described in `sampler_program`.
   """
   if environment is not None:
-    player = episodes.make_player(
-      settings, policy, group_size, sampling, environment, mesh
+    return episodes.make_player(
+      *(settings, policy, group_size, sampling),
+      *(environment, mesh, record_experts),
     )
-
-    def play(params, prompts, examples, key, check_signals=lambda: None):
-      playing = player(
-        params, prompts, examples, key, check_signals=check_signals
-      )
-      return play_together(playing)[0]
-
-    return play
-  program = sampler_program(settings, policy, group_size, sampling)
+  program = sampler_program(
+    settings, policy, group_size, sampling, budgets, record_experts
+  )
   if mesh is None:
-    sampler = sample_halves(program, None)
+    program = sample_halves(program, None)
   else:
-    sampling_mesh = meshes.sampling_mesh(mesh, settings.mesh.sampling_tensor)
-    sampler = on_sampling_mesh(program, mesh, sampling_mesh)
+    tensor = settings.mesh.sampling_tensor
+    sampling_mesh = sampling_mesh or meshes.sampling_mesh(mesh, tensor)
+    program = on_sampling_mesh(program, mesh, sampling_mesh)
 
-  def sample(params, prompts, examples, key, check_signals=lambda: None):
-    del examples
-    rollout = sampler(params, prompts, key)
-    policies.wait(rollout, check_signals)
-    return episodes.sampled(rollout)
+  def sample(params, prompts, examples, key, *first, check_signals=None):
+    del examples, check_signals
+    sampled = episodes.sampled(program(params, prompts, key, *first))
+    yield sampled.rollout
+    return sampled
 
   return sample
+
+
+def complete(
+  sampler: Sampler,
+  params: Params,
+  prompts: Prompts,
+  examples: Sequence[dict[str, Any]],
+  key: Array,
+  check_signals: Callable[[], None] = lambda: None,
+) -> Sampled:
+  """Samples completions and waits for them."""
+  play = sampler(params, prompts, examples, key, check_signals=check_signals)
+  sampled = result(play)
+  policies.wait(sampled.rollout, check_signals)
+  return sampled

@@ -10,7 +10,7 @@ Every process gets all token ids, then decodes and rewards its block of prompts
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from grpojax.core import meshes
+from grpojax.core import rows as records
 from grpojax.core.advantages import WITHIN_GROUPS
 from grpojax.data.examples import READ, SOURCE
 from grpojax.environments.pool import EnvironmentPool
@@ -42,6 +43,7 @@ from grpojax.training.step.episodes import Sampled
 MODEL = "reward.model"
 """Name of the reward model among the functions, whose names have no dot."""
 
+CORRECT = 1.0  # minimum reward of a correct completion
 SHORTEST = 128  # smallest padded length of a reward model's rows, in tokens
 ROWS = 8  # sequences per device in a batch of the reward model
 
@@ -273,7 +275,7 @@ def fail_episodes(
   reward: float,
 ) -> GroupRewards:
   """Sets the reward of trajectories whose environment failed; adds failures."""
-  new = _map_arrays(np.copy, rewards)
+  new = records.map_rows(lambda x, *_: np.copy(x), rewards)
   failures = [[[*failed] for failed in group] for group in rewards.failures]
   for b, g in np.ndindex(new.failed.shape):
     row = transcripts[b][g]
@@ -333,57 +335,35 @@ def _gather_rewards(
     parsed = np.array(rows, np.float64).reshape(-1, rewards.rewards.shape[1])
     return pool_lib.exact_enough(parsed)
 
+  def named(columns):
+    return {name: array(rows) for name, rows in columns.items()}
+
   def parse(fields):
-    parsed = _map_arrays(array, GroupRewards(*fields))
-    return parsed._replace(
-      failed=parsed.failed.astype(bool),
-      failures=[
-        [[Failure(*failure) for failure in failures] for failures in group]
-        for group in parsed.failures
-      ],
+    summed, values, failed, failures, extras = fields
+    failures = [
+      [[Failure(*failure) for failure in sample] for sample in group]
+      for group in failures
+    ]
+    failed = array(failed).astype(bool)
+    return GroupRewards(
+      array(summed), named(values), failed, failures, named(extras)
     )
 
   # JSON loses the types of arrays, so `parse` restores them.
-  fields = distributed.gather(_map_arrays(np.ndarray.tolist, rewards))
-  return take_groups(join_groups(map(parse, fields)), _batch_order(sizes))
+  lists = records.map_rows(lambda x, *_: x.tolist(), rewards)
+  parts = map(parse, distributed.gather(lists))
+  return records.take(join_groups([*parts]), _batch_order(sizes))
 
 
-def _map_arrays(function: Callable[..., Any], *parts: GroupRewards):
-  """Maps a function over the arrays of rewards; names keep their order."""
-
-  def mapped(*fields):  # `jax.tree.map` would sort the names
-    if isinstance(fields[0], dict):
-      return {name: function(*(x[name] for x in fields)) for name in fields[0]}
-    return function(*fields)
-
-  arrays = "rewards", "values", "failed", "extras"
-  return parts[0]._replace(
-    **{name: mapped(*(getattr(x, name) for x in parts)) for name in arrays}
-  )
-
-
-def take_groups(
-  rewards: GroupRewards, rows: Int[np.ndarray, "B"]
-) -> GroupRewards:
-  """Returns the rewards of the groups with these indices."""
-  taken = _map_arrays(lambda x: x[rows], rewards)
-  return taken._replace(failures=[rewards.failures[row] for row in rows])
-
-
-def join_groups(parts: Iterable[GroupRewards]) -> GroupRewards:
+def join_groups(parts: Sequence[GroupRewards]) -> GroupRewards:
   """Concatenates parts; logged numbers (`extras`) that a part lacks are NaN."""
-  parts = list(parts)
   names = sorted({name for part in parts for name in part.extras})
 
   def with_all_extras(part: GroupRewards) -> GroupRewards:
     none = np.full_like(part.rewards, np.nan)
     return part._replace(extras={n: part.extras.get(n, none) for n in names})
 
-  joined = _map_arrays(
-    lambda *arrays: np.concatenate(arrays), *map(with_all_extras, parts)
-  )
-  failures = [group for part in parts for group in part.failures]
-  return joined._replace(failures=failures)
+  return records.concatenate([*map(with_all_extras, parts)])
 
 
 def add_model(

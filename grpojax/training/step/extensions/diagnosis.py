@@ -1,4 +1,4 @@
-"""Noise of a step's gradient, and the group size chosen from it.
+"""Noise of a step's gradient.
 
 The diagnosis is about the step's first update, with equal weights of all
 completions and of all tokens. (The weighting `sequence_mean` divides scores by
@@ -12,25 +12,35 @@ functions, whatever `reward.aggregation` is. The diagnosis ignores
   `rollout_effective_samples`.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
+from grpojax.core import meshes
 from grpojax.core.advantages import WITHIN_GROUPS
 from grpojax.core.advantages.weighted_baselines import sample_weights
-from grpojax.core.binding import bind
 from grpojax.core.group_axis import present
 from grpojax.core.objective import advantage_fn
+from grpojax.core.step import diagnosis_key
 from grpojax.core.types import LM, Params, Rollout, TrainState
 from grpojax.models.transformer import last_layers
-from grpojax.statistics import advantage_errors, diagnostics, group_size
+from grpojax.statistics import advantage_errors, diagnostics
+from grpojax.training import policies
 from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step.extension import (
+  Context,
+  Drawn,
+  Extension,
+  Inputs,
+  with_metrics,
+)
+
+NAME = "diagnosis"
 
 
 def _chosen_prompts(
@@ -107,20 +117,47 @@ def make_diagnose(
   return diagnose
 
 
-def make_update_group_size(settings: TrainSettings, shardings: TrainState):
-  """Returns a function that adapts an "auto" group size to a step's metrics."""
-  options = dataclasses.asdict(settings.auto_group_size)
-  observe = bind(group_size.observe, **options)
-  observe = jax.jit(observe, out_shardings=shardings.group_size)
+def is_due(settings: TrainSettings, number: int) -> bool:
+  """Returns True if step `number` has a diagnosis.
 
-  def update_group_size(state: TrainState, row: Mapping[str, Any]):
-    old = state.group_size
-    if old is None:
-      return state
-    new = observe(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
-    before, after = int(old.group_size), int(new.group_size)
-    if before != after:
-      print(f"group size {before} -> {after}", flush=True)
-    return state.replace(group_size=new)
+  Step 1 compiles enough, so the first diagnosis is that of step 2. With
+  sampling.ahead the last step samples nothing to diagnose.
+  """
+  every = settings.diagnostics.every
+  ends = settings.sampling.ahead and number == settings.steps
+  return every > 0 and number > 1 and (number - 2) % every == 0 and not ends
 
-  return update_group_size
+
+def extension(inputs: Inputs) -> Extension | None:
+  """Diagnoses the first samples of a step; None if it is off."""
+  settings = inputs.settings
+  if not settings.diagnostics.every or settings.reward.on_device:
+    return None
+  shards = meshes.row_shards(inputs.mesh)
+  policy = inputs.policy
+  program = make_diagnose(settings, shards, policy.vmappable)
+  diagnose_draw = policies.jit(policy, program)
+
+  def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
+    if not is_due(settings, context.number):
+      return drawn
+    # With sampling.ahead only the next step's samples are on-policy.
+    upcoming = context.upcoming
+    on_policy = drawn.batch if upcoming is None else upcoming.collect()
+    values = on_policy.rewards.rewards
+    unknown = {}
+    if values.dtype != np.float32:
+      # float32 would lose differences, so subtract the mean of all prompts; the
+      # diagnosis compares prompts, so they must have the same offset.
+      values = (values - np.nanmean(values)).astype(np.float32)
+      # `vanilla` has no baseline, so its error depends on the offset.
+      unknown = {"gradient_mse_vanilla": np.nan}
+    placed = meshes.place(values, inputs.mesh, "batch", "group")
+    metrics = diagnose_draw(
+      state.params, on_policy.rollout, placed, diagnosis_key(state)
+    )
+    policies.wait(metrics, inputs.check_signals)
+    context.timer("diagnosis")
+    return with_metrics(drawn, meshes.fetch(metrics) | unknown)
+
+  return Extension(after_draw=after_draw)

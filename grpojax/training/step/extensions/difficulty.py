@@ -1,36 +1,46 @@
 """Draws prompts according to their success rates, and updates the rates.
 
-Success rates are part of the state (`TrainState.difficulty`, see
+Success rates are part of the state (`TrainState.extras`, see
 `statistics.success_rates`), indexed by prompt. A draw depends only on the
 rates, the seed and the step, so a resumed run draws the same prompts. Process 0
 draws for all processes.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
-from jaxtyping import Float
 
-from grpojax.core import meshes
+from grpojax.core import meshes, rows
 from grpojax.core.binding import bind
 from grpojax.core.types import Prompts, TrainState
 from grpojax.data.drawn import ENDLESS
 from grpojax.data.pipeline import Mixture
+from grpojax.rewards.groups import GroupRewards
 from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.processes import distributed
 from grpojax.statistics import prompt_sampling, success_rates
 from grpojax.statistics.prompt_sampling import Stratum
 from grpojax.statistics.success_rates import PRIORITIES, SuccessRates
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.evaluation.evaluation import CORRECT
 from grpojax.training.policies import Policy
 from grpojax.training.settings.batches import group_sizes, samples_per_step
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import scoring
+from grpojax.training.step.draws import Examples
+from grpojax.training.step.extension import (
+  Context,
+  Drawn,
+  Extension,
+  Inputs,
+  extended,
+  with_metrics,
+)
 
+NAME = "difficulty"
 INDEX = "prompt_index"  # key of an example's index among the training prompts
 
 
@@ -81,8 +91,8 @@ def draw(
   settings: TrainSettings,
   policy: Policy,
   examples: Any,
-  group_size: int,
   state: TrainState,
+  group_size: int,
 ) -> tuple[Prompts, list[dict[str, Any]]]:
   """Draws the prompts of the state's step; returns them and their examples.
 
@@ -91,7 +101,7 @@ def draw(
   """
   difficulty = settings.difficulty
   step = int(state.step)
-  rates = meshes.fetch(state.difficulty)
+  rates = meshes.fetch(state.extras[NAME])
   seed = np.random.SeedSequence(settings.seed, spawn_key=(step,))
   options = dataclasses.asdict(difficulty) | {"group_size": group_size}
   options["target"] = _aim(settings, step)
@@ -118,37 +128,21 @@ def draw(
   return prompts, [example | {INDEX: i} for example, i in numbered]
 
 
-def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
-  """Compiles an update of rates: `(state, examples, correctness) -> state`."""
-  options = dataclasses.asdict(settings.difficulty)
-  observe = bind(success_rates.observe, **options)
-  observe = jax.jit(observe, out_shardings=shardings.difficulty)
-  mesh = meshes.mesh_of(shardings)
-
-  def update_success_rates(
-    state: TrainState,
-    examples: Sequence[Mapping[str, Any]],
-    correctness: Float[np.ndarray, "B G"],
-  ) -> TrainState:
-    # NaN is no judgement, and a comparison alone would make it False.
-    correct = np.where(np.isnan(correctness), np.nan, correctness >= CORRECT)
-    indices = np.array([example[INDEX] for example in examples], np.int32)
-    arrays = meshes.place((indices, correct.astype(np.float32)), mesh)
-    return state.replace(difficulty=observe(state.difficulty, *arrays))
-
-  return update_success_rates
+def first_draw(drawn: Drawn) -> tuple[Examples, GroupRewards]:
+  """Returns examples and rewards of the step's own prompts."""
+  count = len(drawn.prompts.prompt_ids)
+  return drawn.examples[:count], rows.take(drawn.rewards, range(count))
 
 
-def metrics(
-  state: TrainState, prompts: Prompts, examples: Sequence[Mapping[str, Any]]
-) -> dict[str, int | float]:
+def metrics(state: TrainState, drawn: Drawn) -> dict[str, int | float]:
   """Returns the metrics of a step's success rates and draw.
 
   Mean and standard deviation are over all prompts; `prompts_seen` is the share
   with completions; `effective_prompts` is (sum w)^2 / sum w^2 of the weights.
   """
-  rates = meshes.fetch(state.difficulty)
+  rates = meshes.fetch(state.extras[NAME])
   a, b = success_rates.posterior(rates)
+  examples, _ = first_draw(drawn)
   numbers = {example[INDEX] for example in examples}
   row: dict[str, int | float] = {
     "success_rate_mean": float(np.mean(a / (a + b))),
@@ -157,8 +151,44 @@ def metrics(
     "prompts_seen": float(np.mean(a + b > 2 * success_rates.PRIOR)),
     "prompts_asked": len(numbers),
   }
-  if prompts.weights is not None:
-    w = np.asarray(meshes.fetch(prompts.weights), np.float64)
+  if drawn.prompts.weights is not None:
+    w = np.asarray(meshes.fetch(drawn.prompts.weights), np.float64)
     row["importance_weight_max"] = float(np.max(w))
     row["effective_prompts"] = float(np.sum(w) ** 2 / np.sum(w**2))
   return row
+
+
+def extension(inputs: Inputs) -> Extension | None:
+  """Chooses prompts by their success rates; None without a priority."""
+  settings = inputs.settings
+  if settings.difficulty.priority == DIFFICULTY_OFF:
+    return None
+  options = dataclasses.asdict(settings.difficulty)
+  observe = bind(success_rates.observe, **options)
+
+  def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
+    del context
+    return with_metrics(drawn, metrics(state, drawn))
+
+  def after_update(
+    state: TrainState, drawn: Drawn, metrics: Mapping[str, Any]
+  ) -> TrainState:
+    del metrics
+    # The first groups are of the chosen prompts; later ones took the places of
+    # groups without variance.
+    examples, rewards = first_draw(drawn)
+    right = scoring.correctness(inputs.reward_pool, rewards, examples)
+    # NaN is no judgement, and a comparison alone would make it False.
+    correct = np.where(np.isnan(right), np.nan, right >= scoring.CORRECT)
+    indices = np.array([example[INDEX] for example in examples], np.int32)
+    arrays = indices, correct.astype(np.float32)
+    placed = meshes.place(arrays, inputs.mesh)
+    rates = meshes.run_like(observe, state.extras[NAME], *placed)
+    return extended(state, **{NAME: rates})
+
+  return Extension(
+    init=lambda: init_rates(settings, inputs.examples),
+    choose=functools.partial(draw, settings, inputs.policy, inputs.examples),
+    after_draw=after_draw,
+    after_update=after_update,
+  )

@@ -1,0 +1,30 @@
+"""Extensions of a training step: each in a file of its own, absent when off.
+
+An extension is to a step what a transformation of optax is to a gradient: a
+few functions (`extension.Extension`) that each step calls, in this order. A
+new one is a file and a row here.
+"""
+
+from grpojax.training.step.extension import Extension, Inputs
+from grpojax.training.step.extensions import (
+  diagnosis,
+  difficulty,
+  dynamic_sampling,
+  group_size,
+  moving_reference,
+)
+
+EXTENSIONS = {
+  diagnosis.NAME: diagnosis.extension,
+  group_size.NAME: group_size.extension,
+  dynamic_sampling.NAME: dynamic_sampling.extension,
+  difficulty.NAME: difficulty.extension,
+  moving_reference.NAME: moving_reference.extension,
+}
+"""`(inputs) -> Extension`, or None if it is off."""
+
+
+def open_extensions(inputs: Inputs) -> dict[str, Extension]:
+  """Returns the extensions that a run uses."""
+  opened = {name: function(inputs) for name, function in EXTENSIONS.items()}
+  return {name: x for name, x in opened.items() if x is not None}
