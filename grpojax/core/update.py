@@ -167,8 +167,8 @@ def make_update(
   whole minibatch, so micro-batches (`packing`) affect only memory; with several
   of them, selection and balance take an additional forward pass. `sampling` is
   the distribution of the rollout. An adaptive entropy bonus keeps its
-  `EntropyControl` in the state's extras. For an exact KL term pass the `ref_params` and
-  `ref_lm` of `make_batch`; only `LM.unembed` reads them.
+  `EntropyControl` in the state's extras. For an exact KL term pass the
+  `ref_params` and `ref_lm` of `make_batch`; only `LM.unembed` reads them.
 
   Returns a pure `update(state, batch, ref_params=None) -> (state, metrics)`.
   Metrics are means over the updates: `loss`, `kl` (k3 or the exact KL) and

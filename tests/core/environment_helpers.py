@@ -102,4 +102,4 @@ def play(functions, params, answer, max_turns=ENVIRONMENT.max_turns):
   """Returns the trajectories of all prompts, with answers of the host."""
   arguments = functions, params, PROMPTS, KEY, answer
   playing = episodes.play(*arguments, max_turns=max_turns)
-  return episodes.play_together(playing)[0]
+  return episodes.result(playing)

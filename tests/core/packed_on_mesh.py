@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpojax.core import meshes, packing
+from grpojax.core import meshes, packing, rows
 from grpojax.core.batch import make_batch
 from grpojax.core.objective import Objective
 from grpojax.core.packing import layout as packing_layout

@@ -130,11 +130,11 @@ def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
   state = init_state(table, tx, KEY)
   with pytest.raises(ValueError, match="state.replace"):
     update(state, batch)
-  state = state.replace(entropy=entropy_lib.init_control(objective))
+  state = state.replace(extras={"entropy": entropy_lib.init_control(objective)})
   state, metrics = update(state, batch)
   # The first minibatch has no entropy yet; the second has 0.75.
   assert float(metrics["entropy_coefficient"]) == pytest.approx(0.75 / 2)
-  assert float(state.entropy.coefficient) == pytest.approx(0.9)
+  assert float(state.extras["entropy"].coefficient) == pytest.approx(0.9)
   state, metrics = update(state, batch)
   assert float(metrics["entropy_coefficient"]) == pytest.approx(0.9)
   # A skipped update, or a batch without rewards, leaves the control unchanged.
@@ -144,5 +144,5 @@ def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
   for other, skipped in ((broken, 2), (nothing, 0)):
     after, metrics = update(state, other)
     assert int(metrics["skipped_updates"]) == skipped
-    same = jax.tree.map(np.array_equal, after.entropy, state.entropy)
+    same = jax.tree.map(np.array_equal, after.extras, state.extras)
     assert jax.tree.all(same)

@@ -18,6 +18,8 @@ from grpojax.runtime.files import records
 from grpojax.training.policies import Policy
 from grpojax.training.run import setup
 from grpojax.training.step import host
+from grpojax.training.step.extension import Inputs
+from grpojax.training.step.extensions import open_extensions
 
 
 class Words:
@@ -113,7 +115,7 @@ def train_short(train_toy):
 
 @pytest.fixture
 def open_step():
-  """`(settings, policy, params, tx, reward_pool) -> (mesh, state, step)`."""
+  """`(settings, policy, params, tx, reward_pool) -> (mesh, state, Step)`."""
 
   def open_step(settings, policy, params, tx, reward_pool, reference=False):
     mesh = setup.make_mesh(settings)
@@ -125,16 +127,11 @@ def open_step():
     if reference:
       copy = jax.tree.map(jnp.copy, params)
       reference = jax.device_put(copy, shardings.params)
-    step = host.HostStep(
-      settings,
-      policy,
-      settings.group_size,
-      tx,
-      reference or None,
-      shardings,
-      reward_pool,
-      lambda together=False: None,
+    inputs = Inputs(
+      *(settings, policy, tx, shardings, mesh),
+      *(reference or None, reward_pool),
     )
-    return mesh, state, step
+    extensions = open_extensions(inputs)
+    return mesh, state, host.open_step(inputs, extensions, settings.group_size)
 
   return open_step

@@ -179,7 +179,8 @@ def programs(model, devices, changes, samples=None):
     sampling = settings.sampling.distribution
     if samples is None:
       sampler = sampling_lib.make_sampler(settings, policy, G, sampling, mesh)
-      samples = sampler(policy.params, prompts, (), key).rollout
+      args = sampler, policy.params, prompts, (), key
+      samples = sampling_lib.complete(*args).rollout
     else:
       samples = jax.device_put(samples, everywhere)
     rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3

@@ -14,10 +14,9 @@ import pytest
 from grpojax.core import meshes
 from grpojax.core.types import Prompts
 from grpojax.data.examples import READ
-from grpojax.environments.episodes import play_together
+from grpojax.training.step import host, scoring
 from grpojax.training.step import pending as pending_lib
-from grpojax.training.step import scoring
-from grpojax.training.step.host import Timer
+from grpojax.training.step.draws import Timer, draw
 
 B = 4
 G = 4
@@ -73,19 +72,16 @@ def test_steps_ahead_equal_a_loop_that_samples_with_older_parameters(opened):
     now = copy(by_hand.params)
     key = jax.random.fold_in(by_hand.key, s)
     params = now if older is None else older
-    drawing = step.sample_and_reward(params, prompts, examples, key, Timer())
-    drawn = pending_lib.make_pending(*play_together(drawing)[0], examples)
-    by_hand, row, *_ = step(by_hand, prompts, examples, pending=drawn)
+    drawing = draw(step.source, params, prompts, examples, key, Timer())
+    by_hand = by_hand.replace(pending=drawing.collect())
+    by_hand, row, *_ = host.take_step(step, by_hand, prompts, examples)
     older = now
     expected.append(row)
-  pending = None
   rows = []
   for batch, upcoming in itertools.zip_longest(batches, batches[1:]):
-    state, row, *_, pending = step(
-      state, *batch, pending=pending, upcoming=upcoming
-    )
+    state, row, *_ = host.take_step(step, state, *batch, upcoming=upcoming)
     rows.append(row)
-  assert pending is None
+  assert state.pending is None
   jax.tree.map(np.testing.assert_array_equal, state.params, by_hand.params)
   means = [[row["reward_mean"] for row in x] for x in (rows, expected)]
   assert means[0] == means[1]
@@ -124,33 +120,36 @@ def test_rewards_ahead_are_computed_during_the_update(opened, monkeypatch):
   monkeypatch.setattr(meshes, "whole", whole)
   collect = recording("rewards", scoring.collect_rewards)
   monkeypatch.setattr(scoring, "collect_rewards", collect)
-  update = recording("update", step.programs.update)
-  step.programs = step.programs._replace(update=update)
-  step(state, *batches[0], upcoming=batches[1])
+  step = step._replace(update=recording("update", step.update))
+  host.take_step(step, state, *batches[0], upcoming=batches[1])
   assert events == ["rewards", "update", "rewards"]
 
 
 @pytest.mark.slow
 def test_a_pending_rollout_is_restored_with_rewards_and_prompts(opened):
   state, step, batches = opened
-  *_, pending = step(state, *batches[0], upcoming=batches[1])
+  result = host.take_step(step, state, *batches[0], upcoming=batches[1])
+  state = result.state
+  pending = state.pending
   failures = [[[] for _ in range(G)] for _ in range(B)]
   failures[1][2] = [scoring.Failure("of/ids", "why", "p", "\u00e9\ud83d")]
   names = ["of_ids/n", "n", "n.npy", "\ud83d", "n\0"]
   extras = {x: np.full((B, G), i or np.nan) for i, x in enumerate(names)}
   pending = pending._replace(
     rewards=pending.rewards._replace(failures=failures, extras=extras),
-    prompts=[{"prompt_text": x} for x in ("a", "\u00e4", "", "\n")],
+    examples=[{"prompt_text": x} for x in ("a", "\u00e4", "", "\n")],
   )
-  mesh = step.mesh
+  mesh = step.inputs.mesh
   before = pending_lib.to_stored(state.replace(pending=pending), mesh)
   assert before.pending.dtype == np.uint8
   # A slightly longer rollout has the same size, and so the same programs.
-  longer = pending._replace(prompts=[{READ: ["a" * 20]}, *pending.prompts[1:]])
+  longer = pending._replace(
+    examples=[{READ: ["a" * 20]}, *pending.examples[1:]]
+  )
   longer = pending_lib.to_stored(state.replace(pending=longer), mesh)
   assert longer.pending.shape == before.pending.shape
   after = pending_lib.from_stored(before, mesh).pending
-  assert after.prompts == pending.prompts
+  assert after.examples == pending.examples
   assert after.rewards.failures == failures
   jax.tree.map(
     np.testing.assert_array_equal,

@@ -1,21 +1,25 @@
 """Runs that draw prompts by their success rates."""
 
-import functools
 import json
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from grpojax.core.step import init_state
+from grpojax.core.types import Prompts
 from grpojax.data import arithmetic
 from grpojax.data.pipeline import Mixture, Part
 from grpojax.models import huggingface as hf
-from grpojax.models import sharding
+from grpojax.rewards import groups
 from grpojax.runtime.processes import distributed
 from grpojax.training import policies
 from grpojax.training.optimizer import optimizer
-from grpojax.training.step import difficulty
+from grpojax.training.step import scoring
+from grpojax.training.step.extension import Drawn, Inputs, extended
+from grpojax.training.step.extensions import difficulty
 
 ON = {"difficulty__priority": "varies"}
 EXAMPLES = [{"prompt": f"{i}+1", "answer": str(i + 1)} for i in range(20)]
@@ -43,7 +47,7 @@ def test_endless_or_too_small_data_are_refused(
 
 
 @pytest.fixture
-def drawn(settings_with, one_device):
+def drawn(settings_with, one_device, monkeypatch):
   """A state, and its functions to update success rates and to draw."""
   settings = settings_with(
     **ON,
@@ -54,11 +58,19 @@ def drawn(settings_with, one_device):
   policy = policies.open_policy("arithmetic-instruct")
   tx = optimizer(settings)
   state = init_state({"w": np.zeros(2)}, tx, jax.random.key(0))
-  state = state.replace(difficulty=difficulty.init_rates(settings, EXAMPLES))
-  shardings = sharding.shardings(jax.eval_shape(lambda: state), one_device)
-  learn = difficulty.make_update_success_rates(settings, shardings)
-  draw = functools.partial(difficulty.draw, settings, policy, EXAMPLES, 8)
-  return state, learn, draw
+  inputs = Inputs(*(settings, policy, tx, None, one_device), examples=EXAMPLES)
+  extension = difficulty.extension(inputs)
+  rates = jax.device_put(extension.init(), NamedSharding(one_device, P()))
+  state = extended(state, difficulty=rates)
+
+  def learn(state, examples, right):
+    monkeypatch.setattr(scoring, "correctness", lambda *_: right)
+    rewards = groups.GroupRewards(right, {}, right > 1, [[]] * len(right))
+    prompts = Prompts(np.zeros((len(right), 1), int), np.ones((1, 1), bool))
+    drawn = Drawn(None, rewards, examples, prompts)
+    return extension.after_update(state, drawn, {})
+
+  return state, learn, lambda state: extension.choose(state, 8)
 
 
 @pytest.mark.slow
@@ -71,9 +83,10 @@ def test_prompts_that_vary_are_drawn_and_weighted(drawn):
   right[19] = np.nan
   for _ in range(5):
     state = learn(state, examples, right)
-  successes = np.asarray(state.difficulty.successes)
+  rates = state.extras["difficulty"]
+  successes = np.asarray(rates.successes)
   assert successes[0] == pytest.approx(successes[5] / 2)
-  assert successes[19] == state.difficulty.failures[19] == 0
+  assert successes[19] == rates.failures[19] == 0
   counts = np.zeros(20)
   weights = np.zeros(20)
   for step in range(200):

@@ -14,7 +14,8 @@ from grpojax.core.types import Prompts
 from grpojax.rewards import groups
 from grpojax.runtime import compilation
 from grpojax.training.settings.batches import draw_parts
-from grpojax.training.step import host, resampling, sampling, scoring
+from grpojax.training.step import host, sampling, scoring
+from grpojax.training.step.extensions import dynamic_sampling
 
 B = 4
 G = 4
@@ -64,10 +65,10 @@ class Job:
     self.taken += count
     return meshes.place(prompts, self.mesh, "batch"), examples
 
-  def run(self, diagnosed=False):
+  def run(self):
     with jax.set_mesh(self.mesh):
-      prompts, examples = self.take(B)
-      done = self.step(self.state, prompts, examples, diagnosed, self.take)
+      batch = self.take(B)
+      done = host.take_step(self.step, self.state, *batch, self.take)
     self.state = done.state
     return done.metrics
 
@@ -172,7 +173,8 @@ def test_a_batch_that_varies_equals_the_step_without_filter_groups(job):
     prompts = jax.tree.map(lambda x: np.concatenate([x] * B), prompt)
     with jax.set_mesh(run.mesh):
       prompts = meshes.place(prompts, run.mesh, "batch")
-      state, row, *_ = run.step(run.state, prompts, examples * B, False, never)
+      args = run.state, prompts, examples * B, never
+      state, row, *_ = host.take_step(run.step, *args)
     return jax.device_get(state), row
 
   on, row = stepped(filter_groups__rescale=True)
@@ -223,8 +225,12 @@ def test_rescaling_undoes_the_filter_if_no_group_is_replaced(job, advantage):
 
 @pytest.mark.slow
 def test_the_diagnosis_uses_groups_before_replacement(job):
-  on = job(diagnostics__share=1.0).run(diagnosed=True)
-  off = job(diagnostics__share=1.0, **OFF).run(diagnosed=True)
+  rows = []
+  for changes in ({}, OFF):
+    run = job(diagnostics__every=1, diagnostics__share=1.0, **changes)
+    run.state = run.state.replace(step=run.state.step + 1)
+    rows.append(run.run())
+  on, off = rows
   for name in ("c1", "c2", "c3", "optimal_group_size"):
     np.testing.assert_array_equal(on[name], off[name], name)
   assert on["gen_batches"] > 1
@@ -268,5 +274,5 @@ def test_groups_vary_by_the_compared_rewards(
   samples = samples_of(np.ones((4, 2, 1)), ends)
   both = {"reward__functions": ("a", "b"), "reward__weights": (1.0, 1.0)}
   settings = job_settings(**both | changes)
-  varied = resampling.varying_groups(settings, samples, scores, right)
+  varied = dynamic_sampling.varying_groups(settings, samples, scores, right)
   np.testing.assert_array_equal(varied, expected)

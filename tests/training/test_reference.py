@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from grpojax import sft
+from grpojax.core import meshes
 from grpojax.core.types import TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
-from grpojax.runtime import checkpoint
 from grpojax.training import policies
 from grpojax.training.run import run_storage
 from grpojax.training.step import reference
+from grpojax.training.step.extension import Inputs, extended
+from grpojax.training.step.extensions import moving_reference
 
 
 @pytest.fixture
@@ -48,38 +50,30 @@ def test_the_reference_mixes_in_the_policy_when_due(
   rng = np.random.default_rng(0)
   params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)}
   state, shardings = state_of(params, mesh)
-  first = reference.make_copy(shardings.params)(state.params)
-  state = reference.state_to_memory(state.replace(reference=first), settings)
-  update_reference = reference.make_update_reference(settings, shardings)
+  first = meshes.run_like(reference.copied, state.params)
+  first = reference.to_memory(first, settings.model.reference)
+  state = extended(state, reference=first)
+  inputs = Inputs(settings, None, None, shardings, mesh)
+  update_reference = moving_reference.extension(inputs).after_update
   expected = np.asarray(params["w"])
   kinds = set()
   for step in range(1, 8):
     w = rng.normal(size=(3, 2)).astype(np.float32)
     new = jax.device_put({"w": w}, shardings.params)
     state = state.replace(params=new, step=jnp.int32(step))
-    state = update_reference(state)
+    state = update_reference(state, None, {})
+    moved = state.extras["reference"]
     if step % every == 0:
       expected = mix * w + (1 - mix) * expected
-    np.testing.assert_allclose(state.reference["w"], expected, rtol=1e-5)
+    np.testing.assert_allclose(moved["w"], expected, rtol=1e-5)
     if mix == 1 and step % every == 0:
-      np.testing.assert_array_equal(state.reference["w"], w)
+      np.testing.assert_array_equal(moved["w"], w)
     new["w"].delete()  # as the update, which donates it
-    kinds.add(state.reference["w"].sharding.memory_kind)
-    back = reference.to_device(state.reference)["w"]
-    np.testing.assert_array_equal(back, state.reference["w"])
+    kinds.add(moved["w"].sharding.memory_kind)
+    back = reference.to_device(moved)["w"]
+    np.testing.assert_array_equal(back, moved["w"])
   assert len(kinds) == 1
   assert (kinds == {"pinned_host"}) == (where == "host")
-
-
-def test_an_old_checkpoint_without_reference_is_restored(tmp_path, mesh):
-  state, _ = state_of({"w": jnp.ones(2)}, mesh, key=jax.random.key(0))
-  with checkpoint.open_checkpointer(tmp_path / "old") as old:
-    fields = {k: v for k, v in vars(state).items() if k != "reference"}
-    checkpoint.save.__wrapped__(old, 1, fields)  # no TrainState
-    checkpoint.wait(old)
-    loaded = checkpoint.restore(old, state, 1)
-  np.testing.assert_array_equal(loaded.params["w"], [1, 1])
-  assert loaded.reference is None
 
 
 @pytest.mark.slow

@@ -4,14 +4,16 @@ import pathlib
 
 import numpy as np
 import pytest
-from grpojax.training.step.resampling import ResampledBatch
 
+from grpojax.core import rows
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.types import Batch, Rollout
 from grpojax.rewards.groups import GroupRewards
 from grpojax.runtime.text import tokenization
 from grpojax.training.policies import Policy
 from grpojax.training.report import sample_rows
+from grpojax.training.step.draws import Draw
+from grpojax.training.step.extension import Drawn, StepResult
 
 B = 3
 G = 2
@@ -41,14 +43,8 @@ def case(tiny):
   tokens = {"completion_ids": ids, "completion_mask": mask}
   samples = Rollout(**prompts, **tokens, finished=finished, logprobs=logprobs)
   # The batch has the first, last and third of four drawn groups.
-  filled = ResampledBatch(
-    rollout=samples,
-    rewards=scores,
-    drawn=scores,
-    examples=[{"prompt_text": f"p{i}", "answer": str(i)} for i in range(4)],
-    drawn_groups=np.array([0, 3, 2]),
-    more_prompts=1,
-  )
+  examples = [{"prompt_text": f"p{i}", "answer": str(i)} for i in (0, 3, 2)]
+  draw = Draw(samples, rows.take(scores, [0, 3, 2]), examples)
   batch = Batch(
     **prompts,
     **tokens,
@@ -57,11 +53,12 @@ def case(tiny):
     old_logprobs=logprobs + 2,
   )
   policy = Policy(pathlib.Path(), tiny.lm, Spaced(), (0,), 0)
-  return policy, filled, batch
+  drawn = Drawn(draw, scores, examples, None)
+  return policy, StepResult(None, {}, drawn, batch)
 
 
 def test_rows_are_whole_groups_of_the_batch(case, settings_with):
-  rows = sample_rows.of_batch(settings_with(log__sample_groups=2), *case)
+  rows = sample_rows.of_step(settings_with(log__sample_groups=2), *case)
   assert {name: [row[name] for row in rows] for name in rows[0]}.items() >= {
     "group": [0, 0, 1, 1],
     "prompt": ["p0", "p0", "p3", "p3"],
@@ -86,7 +83,7 @@ def test_trainer_logprobs_are_recorded_without_a_reference(case, settings_with):
     log__sample_groups=9, loss__old_logprobs="trainer", optim__minibatches=2
   )
   batch = batch.replace(ref_logprobs=None)
-  rows = sample_rows.of_batch(settings, policy, filled, batch)
+  rows = sample_rows.of_step(settings, policy, filled, batch)
   assert len(rows) == B * G
   numbers = [2, 2 - 1 / 7, 2 - 2 / 7]
   assert rows[0]["trainer_logprobs"] == pytest.approx(numbers, abs=1e-4)
@@ -101,7 +98,7 @@ def test_missing_numbers_are_none(case, settings_with):
   layout = packing_layout.plan(lengths, T, np.ones(B, int), 1)
   batch = batch.replace(packing=layout)
   settings = settings_with(log__sample_groups=9)
-  rows = sample_rows.of_batch(settings, policy, filled, batch)
+  rows = sample_rows.of_step(settings, policy, filled, batch)
   present = [None not in row["ref_logprobs"] for row in rows]
   assert present == [True, False, True, True, False, False]
   assert rows[1]["ref_logprobs"] == [None] * 4

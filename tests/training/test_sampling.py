@@ -15,11 +15,10 @@ import pytest
 from grpojax.core import meshes
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
-from grpojax.environments.episodes import play_together
 from grpojax.rewards import groups
 from grpojax.training import policies
-from grpojax.training.step import host, sampling, scoring
-from grpojax.training.step.host import Timer
+from grpojax.training.step import episodes, sampling, scoring
+from grpojax.training.step.draws import Source, Timer, draw
 
 B = 4
 G = 3
@@ -151,16 +150,20 @@ def scored(tabular, word_policy, one_device):
     sampler = sampling.on_sampling_mesh(called, mesh, mesh)
     parts = settings.sampling.parts
     check = lambda: None
-    run = host.make_sample_and_reward(
-      policy, sampler, mesh, reward_pool, check, None, parts
-    )
+
+    def sample(params, prompts, examples, key, *first, check_signals):
+      sampled = episodes.sampled(sampler(params, prompts, key, *first))
+      yield sampled.rollout
+      return sampled
+
+    source = Source(policy, sample, reward_pool, mesh, check, parts)
     ids = jnp.arange(B)[:, None]
     prompts = meshes.place(Prompts(ids, ids >= 0), mesh, "batch")
     table = lm.init(jax.random.key(0))
     timer = Timer()
     with jax.set_mesh(mesh):
-      drawing = run(table, prompts, EXAMPLES, jax.random.key(1), timer)
-      samples, rewards = play_together(drawing)[0]
+      args = source, table, prompts, EXAMPLES, jax.random.key(1), timer
+      samples, rewards, _ = draw(*args).collect()
     assert list(timer.seconds) == ["rollout", "rewards"]
     return jax.device_get(samples), rewards
 

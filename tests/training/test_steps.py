@@ -16,6 +16,7 @@ from grpojax.runtime import compilation
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.report import sample_rows
 from grpojax.training.step import diagnosis, host, scoring
 
 MERGED = [("a", "b"), ("ab", "a"), ("b", "b")]
@@ -75,7 +76,9 @@ def test_completions_are_never_tokenized_again(
     _, state, step = open_step(
       settings, policy, params, optax.sgd(0.0), reward_pool
     )
-    _, row, shown, *_ = step(state, prompts, examples, False)
+    result = host.take_step(step, state, prompts, examples)
+    shown = sample_rows.of_step(settings, policy, result)
+  row = result.metrics
   monkeypatch.undo()
   # With a learning rate of 0, the ratio is 1 if the sampled tokens are scored.
   np.testing.assert_allclose([row["ratio_min"], row["ratio_max"]], 1, atol=1e-5)
@@ -168,7 +171,7 @@ def stepper(tiny, settings_with, open_step, word_policy):
       ids = rng.integers(2, 11, (rows, columns)).astype(np.int32)
       prompts = Prompts(ids, np.arange(columns) < np.full((rows, 1), length))
       prompts = meshes.place(prompts_lib.trim(prompts), mesh, "batch")
-      held[0], row, *_ = step(held[0], prompts, examples, False)
+      held[0], row, *_ = host.take_step(step, held[0], prompts, examples)
       return row
 
     with jax.set_mesh(mesh):
