@@ -46,8 +46,6 @@ def _map(function: Callable[..., Any], *records: Record) -> Record:
       mapped[name] = {
         key: of_field(*(x[key] for x in values)) for key in values[0]
       }
-    elif dataclasses.is_dataclass(values[0]):
-      mapped[name] = _map(function, *values)
     else:
       mapped[name] = jax.tree.map(of_field, *values, is_leaf=is_row_list)
   if dataclasses.is_dataclass(first):

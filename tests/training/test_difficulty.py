@@ -66,7 +66,9 @@ def drawn(settings_with, one_device, monkeypatch):
   def learn(state, examples, right):
     monkeypatch.setattr(scoring, "correctness", lambda *_: right)
     rewards = groups.GroupRewards(right, {}, right > 1, [[]] * len(right))
-    prompts = Prompts(np.zeros((len(right), 1), int), np.ones((1, 1), bool))
+    prompts = Prompts(
+      np.zeros((len(right), 1), int), np.ones((len(right), 1), bool)
+    )
     drawn = Drawn(None, rewards, examples, prompts)
     return extension.after_update(state, drawn, {})
 

@@ -5,8 +5,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from grpojax.core import rows
 from grpojax.core.packing import layout as packing_layout
+from grpojax.core.rows import take
 from grpojax.core.types import Batch, Rollout
 from grpojax.rewards.groups import GroupRewards
 from grpojax.runtime.text import tokenization
@@ -44,7 +44,7 @@ def case(tiny):
   samples = Rollout(**prompts, **tokens, finished=finished, logprobs=logprobs)
   # The batch has the first, last and third of four drawn groups.
   examples = [{"prompt_text": f"p{i}", "answer": str(i)} for i in (0, 3, 2)]
-  draw = Draw(samples, rows.take(scores, [0, 3, 2]), examples)
+  draw = Draw(samples, take(scores, [0, 3, 2]), examples)
   batch = Batch(
     **prompts,
     **tokens,
@@ -78,12 +78,12 @@ def test_rows_are_whole_groups_of_the_batch(case, settings_with):
 
 
 def test_trainer_logprobs_are_recorded_without_a_reference(case, settings_with):
-  policy, filled, batch = case
+  policy, result = case
   settings = settings_with(
     log__sample_groups=9, loss__old_logprobs="trainer", optim__minibatches=2
   )
-  batch = batch.replace(ref_logprobs=None)
-  rows = sample_rows.of_step(settings, policy, filled, batch)
+  result = result._replace(batch=result.batch.replace(ref_logprobs=None))
+  rows = sample_rows.of_step(settings, policy, result)
   assert len(rows) == B * G
   numbers = [2, 2 - 1 / 7, 2 - 2 / 7]
   assert rows[0]["trainer_logprobs"] == pytest.approx(numbers, abs=1e-4)
@@ -92,13 +92,17 @@ def test_trainer_logprobs_are_recorded_without_a_reference(case, settings_with):
 
 
 def test_missing_numbers_are_none(case, settings_with):
-  policy, filled, batch = case
-  filled = filled._replace(drawn_groups=np.array([1, 3, 2]))
+  policy, result = case
+  every = result.drawn.rewards
+  draw = result.drawn.batch._replace(rewards=take(every, [1, 3, 2]))
   lengths = np.array([[3, 0], [3, 1], [0, 0]])
   layout = packing_layout.plan(lengths, T, np.ones(B, int), 1)
-  batch = batch.replace(packing=layout)
+  result = result._replace(
+    drawn=result.drawn._replace(batch=draw),
+    batch=result.batch.replace(packing=layout),
+  )
   settings = settings_with(log__sample_groups=9)
-  rows = sample_rows.of_step(settings, policy, filled, batch)
+  rows = sample_rows.of_step(settings, policy, result)
   present = [None not in row["ref_logprobs"] for row in rows]
   assert present == [True, False, True, True, False, False]
   assert rows[1]["ref_logprobs"] == [None] * 4

@@ -21,6 +21,7 @@ from grpojax.core.types import Params, TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import file_checksums
 from grpojax.reports import comparisons, curves
+from grpojax.rewards import groups
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import configs
@@ -291,6 +292,8 @@ def log(run: Run, row: dict[str, Any], result: StepResult, eta: Eta) -> None:
     _append(run, run_directory.SAMPLES, {"step": step} | sample)
   if shown:
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
+  if result.drawn is not None:
+    log_failures(run, step, groups.all_failures(result.drawn.rewards))
 
 
 def finish(

@@ -19,7 +19,6 @@ from typing import Any
 
 from grpojax.core.types import TrainState
 from grpojax.data.examples import Changed
-from grpojax.rewards import groups
 from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.files import disk, run_lock
@@ -28,10 +27,10 @@ from grpojax.runtime.terminal import screen
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation import best
 from grpojax.training.report import profiling, reporting, run_report
-from grpojax.training.run import open_run, run_directory, run_storage, start
+from grpojax.training.run import open_run, run_directory, run_storage
 from grpojax.training.run import progress as progress_lib
 from grpojax.training.run.progress import Progress
-from grpojax.training.run.start import Run
+from grpojax.training.run.start import Run, inputs_of
 from grpojax.training.settings.batches import draw_parts, samples_per_step
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import device, host, reference, scoring
@@ -98,7 +97,7 @@ def remaining_steps(
 ) -> Iterator[tuple[TrainState, Progress]]:
   """Runs each remaining step in the context `around(step)`; yields results."""
   settings = run.settings
-  inputs = start.inputs(run, tx, check_signals)
+  inputs = inputs_of(run, tx, check_signals)
   extensions = open_extensions(inputs)
 
   @functools.cache
@@ -109,12 +108,15 @@ def remaining_steps(
     return functools.partial(host.take_step, opened)
 
   stream = _PromptStream(run, extensions)
-  log = _StepLog(run, progress)
+  eta = reporting.Eta()
+  compiled = compilation.seconds()
+  began = time.perf_counter() - progress.train_seconds
   upcoming = None
   parts = draw_parts(settings)
   for number in range(int(state.step) + 1, settings.steps + 1):
     check_signals(together=True)
-    log.begin()
+    start = time.perf_counter()
+    programs = len(compiled)
     # Take the prompts of this step and, if sampled ahead, of the next one.
     size = group_size.current(settings, state)
     stream.open(state, size)
@@ -125,56 +127,32 @@ def remaining_steps(
     with around(number):
       result = step_of(size)(state, prompts, examples, take, upcoming)
     state = result.state
-    yield state, log.end(number, size, result)
-    log.resume()
+    now = time.perf_counter()
+    # Complete the step's row of metrics, and log it.
+    row = {"step": number, "group_size": size, **result.metrics}
+    row["train_seconds"] = now - began
+    row = _with_speed(settings, row, now - start, sum(compiled[programs:], 0.0))
+    eta = eta.after_step(row["seconds_step"] - row["seconds_compile"])
+    progress = progress_lib.after(progress, row)
+    if "c1" in row:  # a diagnosis
+      row = progress_lib.with_pooled_group_size(progress, row)
+    reporting.log(run, row, result, eta)
+    yield state, progress
+    eta = eta.after_pause(time.perf_counter() - now)
 
 
-class _StepLog:
-  """Completes and logs the metrics of each step."""
-
-  def __init__(self, run: Run, progress: Progress):
-    self._run = run
-    self._progress = progress
-    self._eta = reporting.Eta()
-    self._compiled = compilation.seconds()
-    self._began = time.perf_counter() - progress.train_seconds
-
-  def begin(self) -> None:
-    """Begins a step."""
-    self._start = time.perf_counter()
-    self._programs = len(self._compiled)
-
-  def end(self, number: int, group_size: int, result: StepResult) -> Progress:
-    """Logs a step; returns the run's progress after it."""
-    run = self._run
-    settings = run.settings
-    self._ended = now = time.perf_counter()
-    seconds = now - self._start
+def _with_speed(
+  settings: TrainSettings, row: dict[str, Any], seconds: float, compiled: float
+) -> dict[str, Any]:
+  """Adds the duration of a step, of its compilation, and tokens per second."""
+  drawn = samples_per_step(settings) * row.get("gen_batches", 1)
+  tokens = drawn * float(row["completion_length_mean"])
+  return row | {
     # JAX measures compilation with a clock that may be set back or forward.
-    compiled = sum(self._compiled[self._programs :])
-    seconds_compile = min(max(compiled, 0.0), seconds)
-    self._eta = self._eta.after_step(seconds - seconds_compile)
-    row = {"step": number, "group_size": group_size, **result.metrics}
-    drawn = samples_per_step(settings) * row.get("gen_batches", 1)
-    tokens = drawn * float(row["completion_length_mean"])
-    row |= {
-      "train_seconds": now - self._began,
-      "seconds_compile": seconds_compile,
-      "seconds_step": seconds,
-      "tokens_per_second": tokens / seconds,
-    }
-    self._progress = progress_lib.after(self._progress, row)
-    if "c1" in row:  # a step with a diagnosis
-      row = progress_lib.with_pooled_group_size(self._progress, row)
-    reporting.log(run, row, result, self._eta)
-    if result.drawn is not None:
-      failures = groups.all_failures(result.drawn.rewards)
-      reporting.log_failures(run, number, failures)
-    return self._progress
-
-  def resume(self) -> None:
-    """Leaves out the time since the last step's end."""
-    self._eta = self._eta.after_pause(time.perf_counter() - self._ended)
+    "seconds_compile": min(max(compiled, 0.0), seconds),
+    "seconds_step": seconds,
+    "tokens_per_second": tokens / seconds,
+  }
 
 
 def fit(

@@ -192,7 +192,7 @@ def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
   )
 
 
-def inputs(
+def inputs_of(
   run: Run,
   tx: optax.GradientTransformation,
   check_signals: Callable[..., None] = lambda together=False: None,
@@ -224,7 +224,7 @@ def start(
   mesh = run.mesh
   tx = optimizer(settings)
 
-  extensions = open_extensions(inputs(run, tx))
+  extensions = open_extensions(inputs_of(run, tx))
 
   def fresh(params):
     state = setup.first_state(settings, tx, params)

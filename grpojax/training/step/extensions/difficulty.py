@@ -134,7 +134,9 @@ def first_draw(drawn: Drawn) -> tuple[Examples, GroupRewards]:
   return drawn.examples[:count], rows.take(drawn.rewards, range(count))
 
 
-def metrics(state: TrainState, drawn: Drawn) -> dict[str, int | float]:
+def metrics(
+  state: TrainState, prompts: Prompts, examples: Examples
+) -> dict[str, int | float]:
   """Returns the metrics of a step's success rates and draw.
 
   Mean and standard deviation are over all prompts; `prompts_seen` is the share
@@ -142,7 +144,6 @@ def metrics(state: TrainState, drawn: Drawn) -> dict[str, int | float]:
   """
   rates = meshes.fetch(state.extras[NAME])
   a, b = success_rates.posterior(rates)
-  examples, _ = first_draw(drawn)
   numbers = {example[INDEX] for example in examples}
   row: dict[str, int | float] = {
     "success_rate_mean": float(np.mean(a / (a + b))),
@@ -151,8 +152,8 @@ def metrics(state: TrainState, drawn: Drawn) -> dict[str, int | float]:
     "prompts_seen": float(np.mean(a + b > 2 * success_rates.PRIOR)),
     "prompts_asked": len(numbers),
   }
-  if drawn.prompts.weights is not None:
-    w = np.asarray(meshes.fetch(drawn.prompts.weights), np.float64)
+  if prompts.weights is not None:
+    w = np.asarray(meshes.fetch(prompts.weights), np.float64)
     row["importance_weight_max"] = float(np.max(w))
     row["effective_prompts"] = float(np.sum(w) ** 2 / np.sum(w**2))
   return row
@@ -168,7 +169,8 @@ def extension(inputs: Inputs) -> Extension | None:
 
   def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
     del context
-    return with_metrics(drawn, metrics(state, drawn))
+    examples, _ = first_draw(drawn)
+    return with_metrics(drawn, metrics(state, drawn.prompts, examples))
 
   def after_update(
     state: TrainState, drawn: Drawn, metrics: Mapping[str, Any]
