@@ -21,7 +21,8 @@ from grpojax.rewards import exact
 from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.training.run import fit
-from grpojax.training.step import diagnosis, sampling
+from grpojax.training.step import sampling
+from grpojax.training.step.extensions import group_size
 
 HERE = pathlib.Path(__file__).parent
 FILES = set(
@@ -233,7 +234,7 @@ def test_each_group_size_compiles_once(
   def other(choice, *estimates, **options):
     return choice.replace(group_size=24 - choice.group_size)
 
-  monkeypatch.setattr(diagnosis.group_size, "observe", other)
+  monkeypatch.setattr(group_size.group_size, "observe", other)
   changes = {"steps": 5, "eval.every": 5, "eval.num_prompts": 4}
   changes |= {"group_size": "auto", "auto_group_size.largest": 16}
   changes |= {"diagnostics.every": 1, "optim.micro_batches": 2}

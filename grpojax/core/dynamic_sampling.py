@@ -17,8 +17,12 @@ p: exact if no further groups were drawn, else up to O(1 / B).
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Array, Bool, Int
+
+from grpojax.core import rows
+from grpojax.core.types import Rollout
 
 
 def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
@@ -50,3 +54,16 @@ def batch_std_scale(
   return math.sqrt(
     accepted * (group_size - 1 / size) / (group_size - 1 / filled)
   )
+
+
+def replace_groups(
+  batch: Rollout, drawn: Rollout, source: Int[Array, "B"]
+) -> Rollout:
+  """Replaces groups of a batch by drawn groups. Jittable.
+
+  source = [-1, 1, 0] keeps the first group of a batch of 3, and takes the
+  second and third from drawn[1] and drawn[0]. Prompt lengths may differ.
+  """
+  kept = jnp.arange(len(source))
+  chosen = jnp.where(source < 0, kept, len(source) + source)
+  return rows.constrain(rows.take(rows.concatenate([batch, drawn]), chosen))

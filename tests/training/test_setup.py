@@ -21,6 +21,9 @@ OFF = {
   *(f"environment.{x}" for x in ("tool_format", "template", "timeout")),
   *(f"environment.max_{x}" for x in ("turns", "turn_tokens", "observation")),
   *(f"environment.{x}" for x in ("action", "workers", "check")),
+  *(f"difficulty.{x}" for x in ("target", "band", "rows", "half_life")),
+  *(f"difficulty.{x}" for x in ("uniform", "importance_weights")),
+  *(f"model.{x}" for x in ("reference_every", "reference_mix")),
   *(f"loss.{x}" for x in ("kl", "entropy_coef_max", "entropy_coef_delta")),
 }
 """Settings of features that are off in the toy run and have their own tests."""

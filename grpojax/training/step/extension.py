@@ -11,7 +11,7 @@ from grpojax.core.types import Batch, Params, Prompts, TrainState
 from grpojax.rewards.groups import GroupRewards
 from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step.draws import Draw, Drawing, Examples, Timer
+from grpojax.training.step.draws import Draw, Drawing, Examples, Source, Timer
 from grpojax.training.step.scoring import RewardPool
 
 
@@ -58,8 +58,7 @@ class Context(NamedTuple):
   number: int  # from 1
   key: Array  # of its samples
   timer: Timer
-  # `(params, prompts, examples, key, timer, first_prompt) -> Drawing`
-  draw: Callable[..., Drawing]
+  source: Source  # of further draws
   take: Callable[[], tuple[Prompts, Examples]]  # the stream's next prompts
   upcoming: Drawing | None = None  # of the next step, if drawn ahead
 

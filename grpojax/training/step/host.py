@@ -12,7 +12,6 @@ same parameters, and computes their rewards during the update:
     host                 | text, rewards s+1  |
 """
 
-import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -167,11 +166,7 @@ def take_step(
     )
   check_signals(together=True)
   drawn = Drawn(first, first.rewards, examples, prompts)
-  further = step.source._replace(parts=1)
-  if settings.filter_groups.gen_parts == 1:
-    further = step.source
-  draw = functools.partial(draws.draw, further)
-  context = Context(number, key, timer, draw, take, ahead)
+  context = Context(number, key, timer, step.source, take, ahead)
   for extension in step.extensions.values():
     if extension.after_draw:
       drawn = extension.after_draw(state, drawn, context)

@@ -15,7 +15,7 @@ from grpojax.rewards.groups import GroupRewards
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import batch as batch_lib
 from grpojax.training.step import scoring
-from grpojax.training.step.draws import Draw
+from grpojax.training.step.draws import Draw, draw
 from grpojax.training.step.extension import (
   Context,
   Drawn,
@@ -73,17 +73,6 @@ def varying_groups(
   return varied
 
 
-@jax.jit
-def _replace(
-  batch: Rollout, more: Rollout, source: Int[jax.Array, "B"]
-) -> Rollout:
-  """Takes group source[i] of `more` as group i, or keeps it if that is -1."""
-  both = rows.concatenate([batch, more])
-  kept = jnp.arange(len(source))
-  chosen = jnp.where(source < 0, kept, len(source) + source)
-  return rows.constrain(rows.take(both, chosen))
-
-
 def _refill(
   varied: Bool[np.ndarray, "B"],
   numbers: Int[np.ndarray, "B"],
@@ -117,22 +106,26 @@ def extension(inputs: Inputs) -> Extension | None:
   if not filtering.enable:
     return None
 
+  replace = jax.jit(dynamic_sampling.replace_groups)
+
   @jax.jit
   def measure(rollout, rewards, values):
     compared = batch_lib.baseline_rewards(settings, rollout, rewards, values)
     return rollout_metrics(rollout, rewards, compared)
 
-  def inspect(draw: Draw) -> tuple[Bool[np.ndarray, "B"], Mapping[str, Any]]:
-    rewards = draw.rewards
-    right = scoring.correctness(inputs.reward_pool, rewards, draw.examples)
-    varied = varying_groups(settings, draw.rollout, rewards, right)
-    placed = scoring.place_rewards(settings, rewards, inputs.mesh)
-    return varied, measure(draw.rollout, *placed)
+  def inspect(new: Draw) -> tuple[Bool[np.ndarray, "B"], Mapping[str, Any]]:
+    right = scoring.correctness(inputs.reward_pool, new.rewards, new.examples)
+    varied = varying_groups(settings, new.rollout, new.rewards, right)
+    placed = scoring.place_rewards(settings, new.rewards, inputs.mesh)
+    return varied, measure(new.rollout, *placed)
 
   def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
+    source = context.source
+    if filtering.gen_parts > 1:
+      source = source._replace(parts=1)
     rollout, rewards, examples = drawn.batch
     size = len(examples)
-    draws = [drawn.batch._replace(rollout=None)]
+    every = [rewards]
     inspected = [inspect(drawn.batch)]
     used = inspected[0][0].copy()
     numbers = np.arange(size)
@@ -142,23 +135,20 @@ def extension(inputs: Inputs) -> Extension | None:
       inputs.check_signals(together=True)
       context.timer("rewards")  # the time from here on counts as rollout
       # Draw and reward new prompts.
-      new = context.draw(
-        state.params,
-        *context.take(),
-        context.key,
-        context.timer,
-        np.int32(len(examples)),
+      new = draw(
+        *(source, state.params, *context.take(), context.key),
+        *(context.timer, np.int32(len(examples))),
       ).collect()
       inspected.append(inspect(new))
-      source = _refill(used, numbers, inspected[-1][0], len(examples))
-      if (source >= 0).any():
-        rollout = _replace(
-          rollout, new.rollout, meshes.place(source, inputs.mesh)
+      places = _refill(used, numbers, inspected[-1][0], len(examples))
+      if (places >= 0).any():
+        rollout = replace(
+          rollout, new.rollout, meshes.place(places, inputs.mesh)
         )
       examples = examples + new.examples
-      draws.append(new._replace(rollout=None))
+      every.append(new.rewards)
     varied, measured = zip(*inspected, strict=True)
-    rewards = scoring.join_groups([draw.rewards for draw in draws])
+    rewards = scoring.join_groups(every)
     batch = Draw(
       rollout, rows.take(rewards, numbers), [examples[i] for i in numbers]
     )
