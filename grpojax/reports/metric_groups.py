@@ -39,7 +39,7 @@ GROUPS = (
   Group(
     "Completions",
     "Length, and truncation at the token budget.",
-    r"completion_length\w*|held_out_length|truncated",
+    r"completion_length\w*|held_out_length|truncated|length_penalty\w*",
   ),
   Group(
     "Policy",
@@ -88,6 +88,7 @@ TITLES = {
   "completion_length_mean": ("Length, mean", "tokens"),
   "completion_length_max": ("Length, longest", "tokens"),
   "held_out_length": ("Held-out length", "tokens, greedy"),
+  "length_penalty_mean": ("Length penalty", "mean over completions"),
   "truncated": ("Truncated", "share of completions"),
   "entropy": ("Entropy", "nats per token"),
   "entropy_coefficient": ("Entropy coefficient", ""),

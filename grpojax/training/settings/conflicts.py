@@ -71,6 +71,10 @@ def _reward_needs(s: TrainSettings) -> Needs:
     yield {"sampling.ahead": 0, "sampling.parts": 1}, why
     yield {"model.reference": "device", "model.reference_prompt": ""}, why
     yield {"difficulty.priority": DIFFICULTY_OFF}, why
+    yield {"reward.length_penalty": 0}, why
+  if s.reward.length_penalty:
+    why = "it changes the sum of the rewards: reward.length_penalty = 0"
+    yield _ONE_SUM | {"environment.credit": "trajectory"}, why
   if s.loss.needs_reference and s.loss.kl_placement == "reward":
     why = "a KL penalty in the reward needs unnormalised rewards, and gives "
     why += "groups of equal rewards a gradient: loss.kl_placement = 'ratio'"

@@ -220,6 +220,11 @@ class RewardSettings:
     "weighted sum of rewards normalised in each group (GDPO)",
     AGGREGATIONS,
   )
+  length_penalty: float = not_negative(
+    0.0,
+    "penalty on lengths (ALP): this x tokens / max_new_tokens x share of the "
+    "group that is correct; 0 = off",
+  )
 
 
 @frozen_options

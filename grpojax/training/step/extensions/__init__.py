@@ -11,6 +11,7 @@ from grpojax.training.step.extensions import (
   difficulty,
   dynamic_sampling,
   group_size,
+  length_penalty,
   moving_reference,
 )
 
@@ -19,6 +20,7 @@ EXTENSIONS = {
   group_size.NAME: group_size.extension,
   dynamic_sampling.NAME: dynamic_sampling.extension,
   difficulty.NAME: difficulty.extension,
+  length_penalty.NAME: length_penalty.extension,
   moving_reference.NAME: moving_reference.extension,
 }
 """`(inputs) -> Extension`, or None if it is off."""

@@ -1,0 +1,61 @@
+"""Penalty on the length of completions, larger for prompts that are solved.
+
+Following ALP (arXiv 2506.05256), each reward becomes
+
+    reward - reward.length_penalty * (tokens / max_new_tokens) * max(p, 1 / G),
+
+where p is the share of the group's completions that are correct. So completions
+get shorter where the model answers well, and hardly where it still fails.
+"""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from grpojax.core import meshes
+from grpojax.core.types import TrainState
+from grpojax.training.step import scoring
+from grpojax.training.step.extension import (
+  Context,
+  Drawn,
+  Extension,
+  Inputs,
+  with_metrics,
+)
+
+NAME = "length_penalty"
+
+
+def penalties(
+  shares: Float[np.ndarray, "B G"], correct: Any
+) -> Float[np.ndarray, "B G"]:
+  """Returns penalties for a coefficient of 1.
+
+  `shares` are the lengths as shares of the limit, `correct` [B, G] is True for
+  correct completions.
+  """
+  solved = np.mean(correct, axis=-1, keepdims=True)
+  return shares * np.maximum(solved, 1 / shares.shape[-1])
+
+
+def extension(inputs: Inputs) -> Extension | None:
+  """Subtracts the penalty from a step's rewards; None without a coefficient."""
+  settings = inputs.settings
+  coefficient = settings.reward.length_penalty
+  if not coefficient:
+    return None
+
+  def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
+    del state, context
+    rollout, rewards, examples = drawn.batch
+    right = scoring.correctness(inputs.reward_pool, rewards, examples)
+    tokens = np.sum(meshes.fetch(rollout.completion_mask), axis=-1)
+    shares = tokens / settings.sampling.max_new_tokens
+    penalty = coefficient * penalties(shares, right >= scoring.CORRECT)
+    new = rewards.rewards - penalty.astype(rewards.rewards.dtype)
+    batch = drawn.batch._replace(rewards=rewards._replace(rewards=new))
+    mean = {"length_penalty_mean": float(np.mean(penalty))}
+    return with_metrics(drawn._replace(batch=batch), mean)
+
+  return Extension(after_draw=after_draw)
