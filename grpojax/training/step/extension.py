@@ -88,6 +88,19 @@ def extended(state: TrainState, **extras: Any) -> TrainState:
   return state.replace(extras={**state.extras, **extras})
 
 
+def after_draw(
+  extensions: Mapping[str, Extension],
+  state: TrainState,
+  drawn: Drawn,
+  context: Context,
+) -> Drawn:
+  """Calls the `after_draw` of all extensions."""
+  for extension in extensions.values():
+    if extension.after_draw:
+      drawn = extension.after_draw(state, drawn, context)
+  return drawn
+
+
 def after_update(
   extensions: Mapping[str, Extension],
   state: TrainState,

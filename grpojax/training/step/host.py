@@ -35,6 +35,7 @@ from grpojax.training.step.extension import (
   Extension,
   Inputs,
   StepResult,
+  after_draw,
   after_update,
 )
 from grpojax.training.step.extensions import moving_reference
@@ -167,10 +168,8 @@ def take_step(
   check_signals(together=True)
   drawn = Drawn(first, first.rewards, examples, prompts)
   context = Context(number, key, timer, step.source, take, ahead)
-  for extension in step.extensions.values():
-    if extension.after_draw:
-      drawn = extension.after_draw(state, drawn, context)
-      check_signals(together=True)
+  drawn = after_draw(step.extensions, state, drawn, context)
+  check_signals(together=True)
 
   # Compute the advantages and log-probabilities of the batch.
   batch, batch_metrics = make_batch(step, state, drawn)
