@@ -146,8 +146,7 @@ def tabular_lm(kinds, vocab):
     unembed=lambda params, hidden: hidden @ params.reshape(rows, vocab),
     init_cache=lambda b, g, t: (),
     grow_cache=lambda cache, slots: cache,
-    map_cache_rows=lambda function, cache, *_: cache,
-    map_prefix_rows=jax.tree.map,
+    map_rows=jax.tree.map,
   )
 
 

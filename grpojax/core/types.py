@@ -83,12 +83,10 @@ class LM(NamedTuple):
     unembed: `(params, hidden [..., D]) -> logits [..., V]`.
     init_cache: `(B, G, T) -> cache` for T completion tokens per sample.
     grow_cache: `(cache, slots) -> cache` with room for more tokens, or None.
-    map_cache_rows: `(function, cache, *caches) -> cache`, maps a function of
-      arrays [B, G, ...] over the rows of a cache; or None. With this,
-      `grow_cache` and `map_prefix_rows`, a rollout's work follows the tokens in
+    map_rows: `(function, prefix or cache) -> prefix or cache`, maps a function
+      of arrays over the rows of a prefix, [B, ...], or a cache, [B, G, ...]; or
+      None. With this and `grow_cache` a rollout's work follows the tokens in
       the cache and the unfinished samples (`decoding.compaction`).
-    map_prefix_rows: `(function, prefix) -> prefix`, maps a function of arrays
-      [B, ...] over the prompts of a prefix; or None.
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
       once the work that would be repeated for each token (casts, tables of
       positions, gathering of split parameters). It prepares for a rollout of at
@@ -117,8 +115,7 @@ class LM(NamedTuple):
   unembed: Callable[..., Array]
   init_cache: Callable[..., Cache]
   grow_cache: Callable[..., Cache] | None = None
-  map_cache_rows: Callable[..., Cache] | None = None
-  map_prefix_rows: Callable[..., Prefix] | None = None
+  map_rows: Callable[..., Any] | None = None
   prepare: Callable[..., tuple["LM", Params]] | None = None
   forward: Callable[..., ForwardOutput | tuple[Array, Array]] | None = None
   has_experts: bool = False

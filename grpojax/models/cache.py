@@ -158,14 +158,10 @@ def grow(cache: Cache, slots: int) -> Cache:
   return tuple(_map(longer, stack) for stack in cache)
 
 
-def map_rows(
-  function: Callable[..., Array], cache: Cache, *others: Cache
-) -> Cache:
+def map_rows(function: Callable[..., Array], cache: Cache) -> Cache:
   """Applies a function of arrays [B, G, ...] to each layer of a cache."""
   mapped = jax.vmap(function)  # layer by layer
-  function = lambda axis, *arrays: mapped(*arrays)
-  stacks = zip(cache, *others, strict=True)
-  return tuple(_map(function, *same_stack) for same_stack in stacks)
+  return tuple(_map(lambda axis, x: mapped(x), stack) for stack in cache)
 
 
 def map_prompts(

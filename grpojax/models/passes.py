@@ -198,12 +198,14 @@ def _lengths(prompt_mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
   return jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
 
 
-def map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
-  """Applies a function to each array [B, ...] of a prefix."""
-  keys_values, prompt_mask = prefix.state
+def map_rows(function: Callable[..., Array], tree: Any) -> Any:
+  """Applies a function to each array of a prefix or a cache."""
+  if not isinstance(tree, Prefix):
+    return cache_lib.map_rows(function, tree)
+  keys_values, prompt_mask = tree.state
   return Prefix(
-    function(prefix.last_hidden),
-    function(prefix.length),
+    function(tree.last_hidden),
+    function(tree.length),
     (cache_lib.map_prompts(function, keys_values), function(prompt_mask)),
   )
 

@@ -201,8 +201,7 @@ def _lm(
       platform=platform,
     ),
     grow_cache=cache.grow,
-    map_cache_rows=cache.map_rows,
-    map_prefix_rows=passes.map_prefix_rows,
+    map_rows=passes.map_rows,
     forward=model.forward if model.remat else None,
     has_experts=bool(config.experts),
   )

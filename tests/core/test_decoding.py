@@ -90,7 +90,7 @@ def test_shapes_of_the_loop_do_not_change_samples(name, tabular):
     params = lm.init(jax.random.key(5))
     settings = {"eos_ids": (0,), "budgets": None}
     if name == "simple":
-      lm = lm._replace(map_cache_rows=None)
+      lm = lm._replace(map_rows=None)
   else:
     lm, params = model(name)
   expected = run(single_loop(lm), params, **settings)
@@ -129,10 +129,9 @@ def test_the_batch_shrinks_to_unfinished_rows(tabular, monkeypatch):
   # after token 40; batches have 15, 8, 4 or 2 rows.
   assert rows == [8] * 19 + [4] * 20 + [2] * 10
   assert_same(out, sample(single_loop(lm)))
-  for missing in ("map_prefix_rows", "map_cache_rows"):
-    whole, rows = counted(sample, **{missing: None})
-    assert_same(whole, out)
-    assert rows == [15] * 49
+  whole, rows = counted(sample, map_rows=None)
+  assert_same(whole, out)
+  assert rows == [15] * 49
   # No loop runs once all rows are done, and short rollouts do not shrink.
   monkeypatch.setattr(compaction, "LEAST_TOKENS", 50)
   few = jnp.minimum(budgets, 5)

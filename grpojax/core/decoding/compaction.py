@@ -106,17 +106,17 @@ def _take_rows(
   setup = setup._replace(
     keys=rows(setup.keys),
     limit=rows(setup.limit),
-    prefix=setup.lm.map_prefix_rows(lambda x: x[prompt], setup.prefix),
+    prefix=setup.lm.map_rows(lambda x: x[prompt], setup.prefix),
   )
   samples = constrain_samples(jax.tree.map(rows, samples))
-  return setup, samples, setup.lm.map_cache_rows(rows, cache)
+  return setup, samples, setup.lm.map_rows(rows, cache)
 
 
 def decode(setup: Setup, samples: Samples) -> Samples:
   """Draws all tokens of empty samples.
 
-  A model without `grow_cache` has a single loop, one without `map_cache_rows`
-  and `map_prefix_rows` a single batch size.
+  A model without `grow_cache` has a single loop, one without `map_rows` a
+  single batch size.
   """
   lm = setup.lm
   b, g, t_max = samples.ids.shape
@@ -132,7 +132,7 @@ def decode(setup: Setup, samples: Samples) -> Samples:
   cuts = _parts(b, g)
   parts = cuts or 1
   rows = b * g // parts
-  shrinks = bool(cuts and lm.map_cache_rows and lm.map_prefix_rows)
+  shrinks = bool(cuts and lm.map_rows)
   sequence = shapes(rows, tokens, shrinks)
   _, room = sequence[0]
   cache = lm.init_cache(b, g, room)
