@@ -43,6 +43,7 @@ from grpojax.training.evaluation import evaluation
 from grpojax.training.run import memory
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes, sampling, scoring
+from grpojax.training.step.draws import Source
 
 FLAGS = {
   "model": setting(
@@ -194,11 +195,9 @@ def _evaluate(
       )
       result = evaluation.evaluate(
         settings,
-        policy,
+        Source(policy, sampler, reward_pool),
         params,
-        sampler,
         problems.batches,
-        reward_pool,
         settings.steps,
         on_progress=functools.partial(shown.evaluated, total=problems.count),
       )

@@ -17,6 +17,7 @@ from grpojax.training.evaluation import evaluation
 from grpojax.training.policies import load_policy
 from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step import scoring
+from grpojax.training.step.draws import Source
 
 
 @pytest.fixture
@@ -92,13 +93,14 @@ def test_the_batch_size_does_not_change_greedy_completions(
     examples = splits.load_examples(settings, "test")
     sampling = Sampling(temperature)
     with scoring.open_reward_pool(settings) as reward_pool:
+      sampler = sampling_lib.make_sampler(
+        settings, policy, group_size, sampling
+      )
       return evaluation.evaluate(
         settings,
-        policy,
+        Source(policy, sampler, reward_pool),
         policy.params,
-        sampling_lib.make_sampler(settings, policy, group_size, sampling),
         prompts.held_out(settings, policy, examples),
-        reward_pool,
         step=0,
       )
 
@@ -186,7 +188,7 @@ def test_models_are_compared_on_prompts_that_fit_both(
   """Sums of five characters are too long for one model, 3+ for the other."""
   seen = []
 
-  def evaluated(settings, policy, params, sampler, batches, *_, **__):
+  def evaluated(settings, source, params, batches, *_, **__):
     examples = [e for _, batch in batches for e in batch]
     seen.append([(e["prompt"], e["answer"]) for e in examples])
     rewards = np.zeros((len(examples), 2), np.float32)

@@ -45,7 +45,7 @@ from grpojax.training.config import from_config
 from grpojax.training.data import prompts, splits
 from grpojax.training.run import setup
 from grpojax.training.settings.run import AUTO, TrainSettings
-from grpojax.training.step import sampling, scoring
+from grpojax.training.step import draws, sampling, scoring
 
 FLAGS = study.FLAGS
 SETTINGS = study.settings(
@@ -178,12 +178,12 @@ def predict(config: ConfigDict) -> dict[str, Any]:
     for i in range(p.prompts // p.batch):
       batch, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
-      args = sampler, policy.params, jax.device_put(batch), examples, key
-      sampled = sampling.complete(*args)
-      scored = policy, reward_pool, examples, sampled
-      rewards.append(scoring.compute_rewards(*scored)[1].rewards)
+      args = policy.params, jax.device_put(batch), examples, key
+      source = draws.Source(policy, sampler, reward_pool)
+      drawn = draws.draw(source, *args, draws.Timer()).collect()
+      rewards.append(drawn.rewards.rewards)
       # All prompts need the same directions: their projections are multiplied.
-      projected = project(policy.params, sampled.rollout, tangents_key)
+      projected = project(policy.params, drawn.rollout, tangents_key)
       projections.append(np.asarray(projected))
       print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
   rewards = np.concatenate(rewards)

@@ -32,7 +32,7 @@ from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
 from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import sampling, scoring
+from grpojax.training.step import draws, scoring
 
 VOTING = ("exact_answer", *functions.READ_ANSWERS)
 """Reward functions that extract an answer, for majority votes."""
@@ -124,57 +124,53 @@ def held_out_problems(
 
 def evaluate(
   settings: TrainSettings,
-  policy: Policy,
+  source: draws.Source,
   params: Params,
-  sampler: Callable[..., Any],
   batches: Iterable[tuple[Prompts, list[dict[str, Any]]]],
-  reward_pool: scoring.RewardPool,
   step: int,
-  mesh: jax.sharding.Mesh | None = None,
-  check_signals: Callable[..., None] = lambda together=False: None,
   on_progress: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
   """Samples and scores completions of every batch of a data set.
 
-  Uses `params`, not the policy's parameters, and without a mesh one device.
-  The last batch may be smaller. `step` is the number of finished steps, for
-  rewards that depend on it (`scoring.with_step`). `check_signals` is called
-  before each batch, there with `together=True` in all processes, and while
-  waiting; `on_progress` gets the number of finished prompts, starting with 0.
+  Uses `params`, not the policy's parameters. The last batch may be smaller.
+  `step` is the number of finished steps, for rewards that depend on it
+  (`scoring.with_step`). The source's `check_signals` is called before each
+  batch, there with `together=True` in all processes, and while waiting;
+  `on_progress` gets the number of finished prompts, starting with 0.
   """
-  rewards = []
-  texts = []
-  evaluated = []
+  source = source._replace(keeps_texts=True)
+  reward_pool = source.reward_pool
+  drawn = []
   lengths = []
-  failures = []
-  pool = reward_pool.pool
   key = seed_key(settings.seed)
-  on_progress(0)
+  done = 0
+  on_progress(done)
   for i, (prompts, examples) in enumerate(batches):
-    check_signals(together=True)
-    examples = scoring.with_step(pool, examples, step, settings.steps)
+    source.check_signals(together=True)
+    examples = scoring.with_step(
+      reward_pool.pool, examples, step, settings.steps
+    )
     # Fill the last batch with empty prompts, to compile a single program.
     missing = settings.eval.batch_size - len(prompts.prompt_ids)
     pad = lambda x, n=missing: np.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1))
     padded = jax.tree.map(pad, prompts)
-    if mesh is not None:
-      padded = meshes.place(padded, mesh, "batch")
-    sampled = sampling.complete(
-      *(sampler, params, padded, examples),
-      *(jax.random.fold_in(key, i), check_signals),
-    )
-    decoded, scores = scoring.compute_rewards(
-      policy, reward_pool, examples, sampled, check_signals
-    )
-    rewards.append(scoring.correctness(reward_pool, scores, examples))
-    texts += decoded
-    evaluated += examples
-    mask = meshes.fetch(sampled.rollout.completion_mask)[: len(examples)]
+    if source.mesh is not None:
+      padded = meshes.place(padded, source.mesh, "batch")
+    args = params, padded, examples, jax.random.fold_in(key, i)
+    draw = draws.draw(source, *args, draws.Timer()).collect()
+    mask = meshes.fetch(draw.rollout.completion_mask)[: len(examples)]
     lengths.append(np.sum(mask, axis=-1))
-    failures += groups.all_failures(scores)
-    on_progress(len(evaluated))
-  rewards, lengths = np.concatenate(rewards), np.concatenate(lengths)
-  return Evaluation(rewards, texts, evaluated, lengths, failures)
+    drawn.append(draw._replace(rollout=None))
+    done += len(examples)
+    on_progress(done)
+  correctness = functools.partial(scoring.correctness, reward_pool)
+  return Evaluation(
+    np.concatenate([correctness(x.rewards, x.examples) for x in drawn]),
+    [group for x in drawn for group in x.texts],
+    [example for x in drawn for example in x.examples],
+    np.concatenate(lengths),
+    [y for x in drawn for y in groups.all_failures(x.rewards)],
+  )
 
 
 def failed(failures: Sequence[Failure]) -> str:

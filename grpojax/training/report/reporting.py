@@ -38,6 +38,7 @@ from grpojax.training.run import run_directory
 from grpojax.training.run.progress import Progress, troubles
 from grpojax.training.run.start import Run
 from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.step.draws import Source
 from grpojax.training.step.extension import StepResult
 
 KEPT_FAILURES = 20  # per step, in failures.jsonl
@@ -173,16 +174,15 @@ def evaluate_held_out(
   `check_signals` is called meanwhile; if it raises, no metrics are recorded.
   """
   settings = run.settings
+  source = Source(
+    run.policy, run.greedy, run.reward_pool, run.mesh, check_signals
+  )
   result = evaluation.evaluate(
     settings,
-    run.policy,
+    source,
     params,
-    run.greedy,
     prompts.held_out(settings, run.policy, run.held_out.examples),
-    run.reward_pool,
     step,
-    run.mesh,
-    check_signals,
     lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
   )
   values = evaluation.per_prompt(result, graded=settings.environment.on)

@@ -49,6 +49,7 @@ class Draw(NamedTuple):
   rollout: Rollout
   rewards: GroupRewards
   examples: Examples
+  texts: scoring.Texts | None = None  # if the source keeps them
 
 
 class Drawing(NamedTuple):
@@ -59,14 +60,15 @@ class Drawing(NamedTuple):
 
 
 class Source(NamedTuple):
-  """What all draws of a run have in common."""
+  """What draws from one model with one group size have in common."""
 
   policy: policies.Policy
   sampler: sampling.Sampler
   reward_pool: scoring.RewardPool
-  mesh: jax.sharding.Mesh
-  check_signals: Callable[..., None]
+  mesh: jax.sharding.Mesh | None = None  # None: one device
+  check_signals: Callable[..., None] = lambda together=False: None
   parts: int = 1
+  keeps_texts: bool = False
   move: Callable[[Params], Params] = lambda params: params  # to its devices
 
 
@@ -123,8 +125,8 @@ def draw(
     except BaseException:
       abandon([part.pending for part in submitted if part is not None])
       raise
-    _, rewards = scoring.collect_rewards(
-      source.reward_pool, examples, submitted, check
+    texts, rewards = scoring.collect_rewards(
+      *(source.reward_pool, examples, submitted, check, source.keeps_texts)
     )
     timer("rewards")
     if source.reward_pool.environment is not None:
@@ -133,6 +135,8 @@ def draw(
       timer.seconds["environment"] = before + waited
     rollouts = [part.rollout for part in sampled]
     rollout = rollouts[0] if parts == 1 else sampling.join(rollouts)
-    return Draw(rollout, rewards, examples)
+    return Draw(
+      rollout, rewards, examples, texts if source.keeps_texts else None
+    )
 
   return Drawing(started, collect)

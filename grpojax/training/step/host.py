@@ -226,7 +226,7 @@ def make_batch(
   """Returns the batch of the update, and metrics of its completions."""
   inputs = step.inputs
   settings = inputs.settings
-  rollout, rewards, examples = drawn.batch
+  rollout, rewards, examples, _ = drawn.batch
   if drawn.used is not None:
     used = np.where(drawn.used[:, None], rewards.rewards, np.float32(np.nan))
     rewards = rewards._replace(rewards=used)

@@ -39,7 +39,7 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
     arrays.append(x)
     return {_ARRAY: len(arrays) - 1}
 
-  rollout, rewards, examples = state.pending
+  rollout, rewards, examples, _ = state.pending
   fields = {
     "rollout": meshes.fetch(vars(rollout)),
     "rewards": rewards._asdict(),

@@ -123,7 +123,7 @@ def extension(inputs: Inputs) -> Extension | None:
     source = context.source
     if filtering.gen_parts > 1:
       source = source._replace(parts=1)
-    rollout, rewards, examples = drawn.batch
+    rollout, rewards, examples, _ = drawn.batch
     size = len(examples)
     every = [rewards]
     inspected = [inspect(drawn.batch)]

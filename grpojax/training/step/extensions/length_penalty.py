@@ -48,7 +48,7 @@ def extension(inputs: Inputs) -> Extension | None:
 
   def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
     del state, context
-    rollout, rewards, examples = drawn.batch
+    rollout, rewards, examples, _ = drawn.batch
     right = scoring.correctness(inputs.reward_pool, rewards, examples)
     tokens = np.sum(meshes.fetch(rollout.completion_mask), axis=-1)
     shares = tokens / settings.sampling.max_new_tokens
