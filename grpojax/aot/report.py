@@ -85,7 +85,7 @@ def part_flops(run: programs.Run) -> dict[str, float]:
   Operations per token and parameter: 2 in a forward pass, 6 in training, 4 if
   frozen under adapters. Not counted: attention, adapters, the head on prompts.
   """
-  model = run.model
+  model = run.policy.shape
   settings = run.settings
   loss = settings.loss
   update = settings.optim.update
@@ -118,7 +118,7 @@ def part_flops(run: programs.Run) -> dict[str, float]:
 def _cache_bytes(run: programs.Run) -> int:
   """Returns the bytes of the decode cache per device."""
   mesh = meshes.sampling_mesh(run.mesh, run.settings.mesh.sampling_tensor)
-  model = run.model
+  model = run.policy.shape
   sampling = run.settings.sampling
   prompts = run.prompts // sampling.parts
   tokens = sampling.max_new_tokens

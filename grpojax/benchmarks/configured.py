@@ -72,8 +72,9 @@ def open_shapes(settings: TrainSettings) -> programs.Run:
   batches.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)
   run = programs.open_run(settings, mesh)
-  teacher = programs.teacher_shape(settings)
-  memory.refuse(memory.training(settings, run.model, mesh, teacher))
+  policy = run.policy
+  teacher = policy.teacher and policy.teacher.shape
+  memory.refuse(memory.training(settings, policy.shape, mesh, teacher))
   return run
 
 

@@ -5,6 +5,7 @@ probability 0.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -63,33 +64,19 @@ def _random(lm: LM, shapes: PyTree, key: Array) -> Params:
   return jax.jit(init, out_shardings=shardings)(key)
 
 
-def _endless(policy: Policy) -> LM:
-  """Returns the policy's model with EOS probability 0."""
-  ids = jnp.array(policy.eos_ids)
-
-  def without_ends(lm):
-    def unembed(params, hidden):
-      return lm.unembed(params, hidden).at[..., ids].set(-1e9)
-
-    return lm._replace(unembed=unembed, draw_parts=None)
-
-  def prepare(params, longest, **formats):
-    lm, params = policy.lm.prepared(params, longest=longest, **formats)
-    return without_ends(lm), params
-
-  return without_ends(policy.lm)._replace(prepare=prepare)
-
-
 def open_subject(run: programs.Run) -> Subject:
   """Draws the weights of a run, and creates its optimizer and reference."""
   settings = run.settings
   policy = run.policy
+  model = policy.shape
   if settings.reward.on_device:  # the device step needs ids in the vocabulary
-    policy = policy._replace(lm=_endless(policy))
+    gaps = tuple((i, i + 1) for i in policy.eos_ids)
+    endless = dataclasses.replace(model, gaps=gaps)
+    policy = policy._replace(lm=programs.decoder(settings, endless, run.mesh))
   else:
-    policy = policy._replace(eos_ids=(run.model.vocab_size,))
+    policy = policy._replace(eos_ids=(model.vocab_size,))
   if policy.tokenizer is None:
-    policy = policy._replace(tokenizer=word_tokenizer(run.model.vocab_size))
+    policy = policy._replace(tokenizer=word_tokenizer(model.vocab_size))
   key = seed_key(settings.seed)
   shapes = run.state.params if policy.frozen is None else policy.frozen
   params = _random(policy.lm, shapes, key)
@@ -113,7 +100,7 @@ def open_subject(run: programs.Run) -> Subject:
 def random_prompts(run: programs.Run) -> Iterator[Prompts]:
   """Yields prompts of the configured length with uniform ids."""
   rng = np.random.default_rng(run.settings.seed)
-  vocab = run.model.vocab_size
+  vocab = run.policy.shape.vocab_size
   shape = run.prompts, run.settings.data.max_prompt_length
   while True:
     yield whole_prompts(rng.integers(0, vocab, shape).astype(np.int32))

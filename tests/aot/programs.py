@@ -16,7 +16,6 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpojax.models import cache as cache_lib
 from grpojax.models.attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.kernel_attention import kernel_attention
@@ -83,20 +82,6 @@ def attention_gradient(q, keys, prompt, positions, mask):
   return pull(out)
 
 
-def decoding_cache(index, blocks, new):
-  """Reads a decoding cache and writes a token of all rows, 16 times."""
-
-  def token(_, cache):
-    ((slots,),) = cache.blocks
-    read = jnp.sum(slots.keys, axis=(0, 3, 4))
-    read += jnp.sum(slots.values, axis=(0, 3, 5))
-    last = jnp.sum(read, axis=-1)[..., None, None]
-    tokens = (cache_lib.KeysValues(new, new),)
-    return cache_lib.write(cache, tokens, last, "tpu")
-
-  return jax.lax.fori_loop(0, 16, token, cache_lib.Cache(index, blocks))
-
-
 SIZES = {"vocab_size": 512, "width": 128, "layers": 2, "heads": 4}
 SIZES |= {"kv_heads": 2, "head_dim": 64, "mlp": 256}
 B = 2
@@ -144,14 +129,7 @@ def cases(devices, dtype):
   yield "decode", decode, (layers, head, tokens), {}
   args = array(4, 2048, 1024), array(4, 1, 1024)
   yield "cache", cache, args, {"donate_argnums": 0}
-  if (
-    dtype == jnp.bfloat16
-  ):  # the last stage's slots are not a multiple of tiles
-    keys = array(2, 16, 32, 1, 128, 1023)
-    values = array(2, 16, 32, 1, 1023, 128)
-    blocks = ((cache_lib.Slots(keys, values),),)
-    args = array(dtype=ids), blocks, array(2, 16, 32, 2, 1, 64)
-    yield "decoding cache", decoding_cache, args, {"donate_argnums": 1}
+  if dtype == jnp.bfloat16:
     # More rows than fit a TPU's scalar memory.
     keys = array(40, 15, 1, 256, 64)
     args = array(40, 15, 1, 1, 256, 64), keys, array(40, 1, 256, 64)
@@ -169,9 +147,6 @@ def cases(devices, dtype):
   yield "gradient", jax.grad(loss), args, {}
 
 
-KERNELS = ("decoding cache", "attention")  # need a mesh of a single device
-
-
 def compiled(platform, everything):
   devices = jax.devices()
   dtype = jnp.float32
@@ -184,8 +159,8 @@ def compiled(platform, everything):
     if name in ("forward", "gradient") and not everything:
       continue
     mesh = jax.tree.leaves(args)[0].sharding.mesh
-    context = jax.set_mesh(mesh) if name in KERNELS else nullcontext()
-    with context:
+    # Kernels need a mesh of a single device in context.
+    with jax.set_mesh(mesh) if name == "attention" else nullcontext():
       program = jax.jit(function, **options).lower(*args).compile()
     programs[name] = {
       "text": program.as_text(),

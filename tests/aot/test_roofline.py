@@ -19,8 +19,8 @@ def instruction(flops, bytes, trips, token_loop=False, sent=(), cycles=0):
   return InstructionCost("i", "", flops, bytes, cycles, trips, token_loop, sent)
 
 
-def collective(kind, bytes, trips=1, token_loop=False, n=4):
-  return Collective(kind, bytes, trips, token_loop, n, "", "c")
+def collective(kind, bytes, trips=1, n=4):
+  return Collective(kind, bytes, trips, n)
 
 
 HOP = roofline.HOP_SECONDS
@@ -33,7 +33,7 @@ def test_estimate_by_xla_cycles():
     instruction(0, 10, 1, sent=sent),  # no cycles: 1 s, and 3 s sending
   )
   chip = ROUND._replace(clock=10.0)
-  counted = roofline.estimate(Cost(instructions, ()), chip)
+  counted = roofline.estimate(Cost(instructions), chip)
   assert counted.by_cycles == pytest.approx(14 + 1 + 3 + 3 * HOP)
   assert counted.untimed == pytest.approx(1)
   instructions = (
@@ -43,18 +43,18 @@ def test_estimate_by_xla_cycles():
     instruction(1000, 0, 1, cycles=60),  # 1 s of products: 3 s on both
   )
   chip = chip._replace(cores=2)
-  counted = roofline.estimate(Cost(instructions, ()), chip)
+  counted = roofline.estimate(Cost(instructions), chip)
   assert counted.by_cycles == pytest.approx(6 + 9 + 3)
 
 
 def test_roofline_by_hand():
-  sent = (collective("all-gather", 6, trips=5, token_loop=True),)
+  sent = (collective("all-gather", 6, trips=5),)
   instructions = (
     instruction(4000, 10, 1),  # 4 s of products, 1 s of memory
     instruction(1000, 30, 2),  # 1 s and 3 s, twice
     instruction(0, 20, 5, True, sent),  # 2 s, and 3 s and 3 hops, 5 times
   )
-  counted = roofline.estimate(Cost(instructions, ()), ROUND)
+  counted = roofline.estimate(Cost(instructions), ROUND)
   assert counted.seconds == pytest.approx(20 + 5 * (3 + 3 * HOP))
   assert counted.token_loop == pytest.approx(10 + 5 * (3 + 3 * HOP))
   assert counted.by_cycles is None
@@ -139,7 +139,7 @@ def test_device_has_its_share_of_a_chip():
   for field in ("flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth"):
     assert 2 * getattr(one, field) == getattr(chip, field)
   assert chips.device(CHIPS["v5e"]) == CHIPS["v5e"]
-  cost = Cost((instruction(int(chip.flops), 0, 1),), ())
+  cost = Cost((instruction(int(chip.flops), 0, 1),))
   assert roofline.estimate(cost, chip).seconds == 2
 
 
