@@ -1,7 +1,7 @@
 """Compiles small programs and prints their HLO: programs.py [--all] PLATFORM...
 
 Slow programs need --all. PLATFORM is cpu or a topology of libtpu (v5e:2x2).
-Prints JSON: {platform: {program: {"text": HLO, "flops": XLA's own count}}}.
+Prints JSON: {platform: {program: HLO}}.
 """
 
 import json
@@ -162,10 +162,7 @@ def compiled(platform, everything):
     # Kernels need a mesh of a single device in context.
     with jax.set_mesh(mesh) if name == "attention" else nullcontext():
       program = jax.jit(function, **options).lower(*args).compile()
-    programs[name] = {
-      "text": program.as_text(),
-      "flops": program.cost_analysis()["flops"],
-    }
+    programs[name] = program.as_text()
   return programs
 
 

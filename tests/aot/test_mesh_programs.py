@@ -181,6 +181,26 @@ def test_split_weights_need_two_reductions_per_layer(rollouts, program):
   assert not [dims for dims in shapes if V in dims or V // 2 in dims]
 
 
+@slow
+def test_experts_are_read_once_per_token():
+  """Decoding does not copy layers out of their stack."""
+  program = compiled("rollout experts")
+  _, counted = modules(program, "rollout experts")
+  inside = counted.in_token_loop.instructions
+  matrix = 64 * D * F * ITEMSIZE  # a layer has three of these
+  least = 3 * LAYERS * matrix
+  read = sum(
+    i.bytes * i.trips
+    for i in inside
+    if "layer_product" in i.op_name or "dynamic_index" in i.op_name
+  )
+  assert least < read / (T - 1) < 1.1 * least
+  # The parser does not see the kernel: nothing else handles a layer's matrices.
+  kernels = "layer_product", "decode_attention"
+  others = [i for i in inside if not any(x in i.op_name for x in kernels)]
+  assert max(i.bytes for i in others if i.trips > T) < matrix / 4
+
+
 TWO_MESHES = """
 import sys
 from grpojax.aot import programs, topology

@@ -69,13 +69,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-  "way",
-  [
-    name if "stages" in name else pytest.param(name, marks=pytest.mark.slow)
-    for name in WAYS
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_rollouts_record_the_experts_of_all_tokens(way):
   """Compares with `prefill` of prompt and completion."""
   many = 300 if way == "token by token" else 5  # more than a byte holds
