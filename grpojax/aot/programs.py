@@ -105,7 +105,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   hf_config = read_model(hub_pins.model(settings), ignore_keys)
   policy = _policy(settings, hf_config, mesh)
   chip = chips.of_kind(mesh.devices.flat[0].device_kind)
-  limit = chip and int(chip.pool * chips.device(chip).hbm_bytes)
+  limit = chip and int(chip.pool * chip.hbm_bytes)
   settings = memory.with_logits_chunk(settings, policy.shape, limit)
   # Device rewards and stop strings need the tokenizer.
   if settings.reward.on_device or settings.sampling.stop:

@@ -27,7 +27,6 @@ Measured times lie between the two estimates (tests/aot/test_roofline.py).
 from collections.abc import Callable
 from typing import NamedTuple
 
-from grpojax.aot import chips
 from grpojax.aot.chips import Chip
 from grpojax.aot.collectives import BETWEEN, Collective
 from grpojax.aot.cost import Cost, InstructionCost
@@ -75,12 +74,11 @@ def _by_cycles(i: InstructionCost, chip: Chip) -> float:
 
 
 def estimate(cost: Cost, chip: Chip) -> Estimate:
-  """Estimates the seconds of a run on a device's share of the chip."""
-  peaks = chips.device(chip)
+  """Estimates the seconds of a run on a device."""
 
   def seconds(part: Cost, of_run: Callable) -> float:
-    sending = (collective_seconds(c, peaks) * c.trips for c in part.collectives)
-    working = (of_run(i, peaks) * i.trips for i in part.instructions)
+    sending = (collective_seconds(c, chip) * c.trips for c in part.collectives)
+    working = (of_run(i, chip) * i.trips for i in part.instructions)
     return sum(working, sum(sending, 0.0))
 
   by_cycles = None
@@ -88,5 +86,5 @@ def estimate(cost: Cost, chip: Chip) -> Estimate:
     by_cycles = seconds(cost, _by_cycles)
   token_loop = seconds(cost.in_token_loop, _working)
   untimed = (i for i in cost.instructions if not i.cycles)
-  untimed = sum(_working(i, peaks) * i.trips for i in untimed)
+  untimed = sum(_working(i, chip) * i.trips for i in untimed)
   return Estimate(seconds(cost, _working), token_loop, by_cycles, untimed)

@@ -45,7 +45,7 @@ def peak_flops(kind: str, count: int, dtype: Any) -> tuple[float, str]:
   """
   chip = chips.of_kind(kind)
   if chip:
-    return chips.device(chip).flops, f"bfloat16, {chip.source}"
+    return chip.flops, f"bfloat16, {chip.source}"
   # CPU devices share the cores that a single device used in the measurement.
   flops = measure_flops(dtype) / (count if kind == "cpu" else 1)
   return flops, f"measured, {dtype}"

@@ -43,23 +43,6 @@ def decode(w, head, ids):
   return jax.lax.while_loop(unfinished, token, state)[3]
 
 
-def unrolled_decode(w, head, ids):
-  """The same with unrolled layers, as in our decoder."""
-
-  def unfinished(state):
-    return (state[0] < TOKENS) & ~jnp.all(state[1] == 0)
-
-  def token(state):
-    i, x = state
-    for layer in w:
-      x = jnp.tanh(x @ layer)
-    ids = jnp.argmax(x @ head, -1)
-    return i + 1, x * ids[:, None].astype(x.dtype)
-
-  x = jnp.ones((ids.shape[0], head.shape[0]), head.dtype)
-  return jax.lax.while_loop(unfinished, token, (0, x))
-
-
 def cache(slots, new):
   """Writes a slot per iteration."""
 
@@ -120,9 +103,6 @@ def cases(devices, dtype):
     x = array(256, 512, sharding=x)
     w = array(512, 1024, sharding=w)
     yield name, jnp.matmul, (x, w), {"out_shardings": out}
-  layers = tuple(array(1024, 1024) for _ in range(3))
-  args = layers, array(1024, 2048), array(8, dtype=ids)
-  yield "unrolled decode", unrolled_decode, args, {}
   layers = array(6, 1024, 1024, sharding=columns)
   head = array(1024, 2048, sharding=rows)
   tokens = array(8, dtype=ids, sharding=copies)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpojax.aot import chips, hlo, roofline, topology
 from grpojax.aot import cost as cost_lib
+from grpojax.aot import hlo, roofline, topology
 from grpojax.aot.chips import CHIPS, Chip
 from grpojax.aot.collectives import Collective
 from grpojax.aot.cost import Cost, InstructionCost
@@ -130,17 +130,6 @@ def test_seconds_of_collectives(kind, sent, hops):
   sent = collective("all-gather", 2048 * 8192 * 2 * 3 // 4)
   seconds = roofline.collective_seconds(sent, CHIPS["v5e"])
   assert seconds == pytest.approx(560e-6, rel=0.02)
-
-
-def test_device_has_its_share_of_a_chip():
-  chip = CHIPS["tpu7x"]
-  one = chips.device(chip)
-  assert chip.devices == 2 and one.devices == 1
-  for field in ("flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth"):
-    assert 2 * getattr(one, field) == getattr(chip, field)
-  assert chips.device(CHIPS["v5e"]) == CHIPS["v5e"]
-  cost = Cost((instruction(int(chip.flops), 0, 1),))
-  assert roofline.estimate(cost, chip).seconds == 2
 
 
 @pytest.mark.parametrize("name", CHIPS)
