@@ -26,7 +26,9 @@ POOL = 0.95
 """Largest XLA_PYTHON_CLIENT_MEM_FRACTION that leaves CUDA enough memory."""
 
 
-def _tpu(*per_chip: float, page: str, devices: int = 1, **more: Any) -> Chip:
+def _tpu(
+  *per_chip: int | float, page: str, devices: int = 1, **more: Any
+) -> Chip:
   """Returns a device of a chip: FLOP/s, memory in GiB and two bandwidths."""
   flops, gib, *rates = (x / devices for x in per_chip)
   source = f"{_GOOGLE}{page}; {_BOOK}"
