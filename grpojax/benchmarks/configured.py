@@ -82,7 +82,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   """Times `steps` steps of a config; returns the report to save."""
   kind = run.mesh.devices.flat[0].device_kind
   peak, source = peak_flops(kind, run.mesh.size, run.settings.model.dtype)
-  opened = subject.open_subject(run)
+  opened = subject.with_arrays(run)
   prompts = subject.random_prompts(run)
   parts = PARTS
   if run.settings.reward.on_device:  # a step is one program, and needs targets

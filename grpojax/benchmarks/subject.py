@@ -7,37 +7,25 @@ probability 0.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Int, PyTree
 
 from grpojax.aot import programs
 from grpojax.benchmarks import workloads
 from grpojax.core import meshes
 from grpojax.core.random_keys import seed_key
-from grpojax.core.types import LM, Params, Prompts, TrainState
+from grpojax.core.types import LM, Params, Prompts
 from grpojax.models import lora
 from grpojax.runtime.text import tokenization
 from grpojax.training.optimizer import optimizer
-from grpojax.training.policies import Policy
 from grpojax.training.run import setup
 from grpojax.training.step import device, host, reference, scoring
 
 Rows = Iterator[dict[str, Any]]
-
-
-class Subject(NamedTuple):
-  """A training run to time."""
-
-  run: programs.Run  # shapes of the run
-  policy: Policy  # with its frozen weights, if any
-  state: TrainState  # before the first step
-  ref_params: Params | None  # of the reference
-  tx: optax.GradientTransformation
 
 
 def word_tokenizer(vocab_size: int) -> Any:
@@ -64,8 +52,8 @@ def _random(lm: LM, shapes: PyTree, key: Array) -> Params:
   return jax.jit(init, out_shardings=shardings)(key)
 
 
-def open_subject(run: programs.Run) -> Subject:
-  """Draws the weights of a run, and creates its optimizer and reference."""
+def with_arrays(run: programs.Run) -> programs.Run:
+  """Draws the weights of a run, and creates its first state and reference."""
   settings = run.settings
   policy = run.policy
   model = policy.shape
@@ -94,7 +82,7 @@ def open_subject(run: programs.Run) -> Subject:
   tx = optimizer(settings)
   first_state = lambda params: setup.first_state(settings, tx, params)
   state = jax.jit(first_state, out_shardings=shardings)(params)
-  return Subject(run, policy, state, ref_params, tx)
+  return run._replace(policy=policy, state=state, ref_params=ref_params)
 
 
 def random_prompts(run: programs.Run) -> Iterator[Prompts]:
@@ -112,32 +100,32 @@ def whole_prompts(ids: Int[np.ndarray, "B P"], targets: Any = None) -> Prompts:
 
 
 def steps(
-  subject: Subject,
+  run: programs.Run,
   batches: Iterable[Prompts],
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Rows:
   """Yields the metrics of steps with the reward `workloads.count_a`.
 
-  With reward.on_device the config's reward is used. `budgets` returns the
-  largest lengths of a batch's completions; see `step.sampling.sampler_program`.
+  `run` has arrays (`with_arrays`). With reward.on_device the config's reward is
+  used. `budgets` returns the largest lengths of a batch's completions; see
+  `step.sampling.sampler_program`.
   """
-  run = subject.run
   settings = run.settings
   options = {
     "group_size": run.group_size,
-    "tx": subject.tx,
-    "ref_params": subject.ref_params,
+    "tx": optimizer(settings),
+    "ref_params": run.ref_params,
     "shardings": jax.tree.map(lambda x: x.sharding, run.state),
   }
   examples = [{"prompt_text": ""}] * run.prompts
-  state = subject.state
+  state = run.state
   with contextlib.ExitStack() as stack:
     if settings.reward.on_device:
-      step = device.make_device_step(settings, subject.policy, **options)
+      step = device.make_device_step(settings, run.policy, **options)
     else:
       step = host.HostStep(
         settings,
-        subject.policy,
+        run.policy,
         **options,
         reward_pool=stack.enter_context(scoring.open_reward_pool(settings)),
         check_signals=lambda together=False: None,

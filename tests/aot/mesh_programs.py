@@ -34,7 +34,6 @@ T = 256
 passes.WHOLE = 128  # T is a long row, which attends in blocks
 PROGRAMS = {  # function, axes of the mesh, of sampling
   "update": ("update", {"fsdp": 8}),
-  "update data": ("update", {"data": 2, "fsdp": 4}),
   "rollout": ("rollout", {"data": 2, "fsdp": 4}),
   "rollout tensor": ("rollout", {"data": 1, "fsdp": 4, "tensor": 2}),
   "rollout sampling_tensor": ("rollout", {"fsdp": 8}, 2),

@@ -89,29 +89,6 @@ def test_update_gathers_layers_and_scatters_gradients(updates):
   ]
 
 
-@pytest.mark.long
-def test_gradients_are_scattered_over_data_and_fsdp():
-  """Each device sums an eighth; a quarter would need an all-reduce.
-
-  Once per update the optimizer's eighths, g and its square, are gathered.
-  """
-  _, counted = modules(compiled("update data"), "update data")
-  reduced = [c for c in counted.collectives if "reduce" in c.kind]
-  large = [c for c in reduced if c.bytes > 1e5]
-  assert {(c.kind, c.group_size) for c in large} == {("reduce-scatter", 8)}
-  matrices = MATRICES * ITEMSIZE
-  inside = [c for c in large if c.trips == LAYERS]
-  assert sum(c.bytes for c in inside) == matrices * 7 // 8
-  eighth = (LAYERS * MATRICES + V * D) * 4 // 8
-  once = {"all-gather": 0, "collective-permute": 0}
-  for c in counted.collectives:
-    if c.trips == 1 and c.group_size < 8 and c.kind in once:
-      once[c.kind] += c.bytes
-  gathered = (V * D) * (4 + 2) * 3 // 4  # embedding and head
-  assert once["all-gather"] == 2 * eighth + gathered
-  assert once["collective-permute"] <= 2 * eighth
-
-
 @slow
 def test_arguments_are_split_over_devices(updates):
   """A device holds an eighth of parameters, moments and batch."""
