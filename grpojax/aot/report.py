@@ -71,11 +71,8 @@ def compile_part(
     collective_bytes=counted.collective_bytes,
     token_loop_collective_bytes=counted.in_token_loop.collective_bytes,
     collectives=cost.by_kind(counted),
-    seconds=estimate.seconds,
-    token_loop_seconds=estimate.token_loop,
-    xla_seconds=estimate.by_cycles,
-    untimed_seconds=estimate.untimed,
     compile_seconds=compile_seconds,
+    **estimate._asdict(),
   )
 
 

@@ -17,9 +17,9 @@ too small to fill the matrix unit; launches and loop control; hosts; networks
 between slices; and the overlap of products, copies and sending.
 
 XLA:TPU annotates most instructions with its own estimate in cycles, which
-includes the vector unit and VMEM. `Estimate.by_cycles` is their sum. If a
+includes the vector unit and VMEM. `Estimate.xla_seconds` is their sum. If a
 device has two cores, the time is halved, unless this would exceed the peak.
-`Estimate.untimed` is the roofline of instructions without useful cycles.
+`Estimate.untimed_seconds` is the roofline of instructions without such cycles.
 
 Measured times lie between the two estimates (tests/aot/test_roofline.py).
 """
@@ -38,9 +38,9 @@ class Estimate(NamedTuple):
   """Seconds of a run of a program."""
 
   seconds: float  # of products, HBM traffic and sending, without overlap
-  token_loop: float  # part of `seconds` in the token loop
-  by_cycles: float | None  # XLA:TPU's own estimate, if any
-  untimed: float = 0.0  # part of both without cycles
+  token_loop_seconds: float  # part of `seconds` in the token loop
+  xla_seconds: float | None  # XLA:TPU's own estimate from cycles, if any
+  untimed_seconds: float = 0.0  # part of both without cycles
 
 
 def collective_seconds(collective: Collective, chip: Chip) -> float:
