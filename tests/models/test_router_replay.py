@@ -21,6 +21,7 @@ from small_models import (
   descend,
   layout_of,
   random_params,
+  torch_mixture,
 )
 from small_models import sample as sample_of
 
@@ -118,7 +119,7 @@ def replace_choice(model, experts):
 
 
 @pytest.mark.slow
-def test_replay_agrees_with_transformers(torch_mixture, tmp_path):
+def test_replay_agrees_with_transformers(tmp_path):
   """Rows are packed; the reference chooses its own experts."""
   torch = pytest.importorskip("torch")
   model = torch_mixture(tmp_path, layers=LAYERS)
