@@ -7,11 +7,13 @@ An instruction reads its operands and writes its result, once each, except:
   in place, the update counts; if it has part of a TPU tile's 128 lanes (a new
   token in a cache whose last dimension is slots), all 128 are read and written.
 - TPU tiles are moved whole, with their padding.
-- A Pallas kernel states its bytes.
+- A Pallas kernel states its bytes: on TPU in its cost estimate, on GPU (Triton)
+  as `_bytes_N` in its name. Without them, operands and results count.
 """
 
 import collections
 import math
+import re
 from collections.abc import Iterable
 
 from grpojax.aot.hlo import Computation, Instruction, Module, Shape
@@ -178,6 +180,11 @@ def hbm_bytes(
   stated = root.number(r'"bytes_accessed":"(\d+)"')
   if stated is not None:
     return stated
+  if root.opcode == "custom-call":
+    # Operands would count a cache that a kernel updates in place twice.
+    named = re.search(r"_bytes_(\d+)", root.op_name)
+    if named is not None:
+      return int(named[1])
   results = _results(inside)
   in_place = frozenset(i.name for i in results if i.opcode in _IN_PLACE)
   # Users of each value, with their operand's position

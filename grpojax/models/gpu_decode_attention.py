@@ -138,13 +138,18 @@ def attend(
   inputs = scalars, q, tokens(new), tuple(prompt), tokens(stored)
   count = len(jax.tree.leaves(inputs))
   caches, structure = jax.tree.flatten(slots)
-  keys = slots.keys.shape[4] // 2 + prompt.keys.shape[2]  # read on average
+  # For `aot`: rows that fill the cache see half of its slots on average. L2
+  # serves all but the first read of a prompt.
+  layers, *_, capacity, _ = slots.keys.shape
+  flops = 4 * q.size * (capacity // 2 + prompt.keys.shape[2])
+  moved = sum(x.nbytes for x in jax.tree.leaves((inputs, q, stored)))
+  moved += sum(x.nbytes for x in caches) // (2 * layers)
   out, caches = pl.pallas_call(
     functools.partial(_kernel, block, lambda x: soft_cap(x * scale, cap)),
     grid=(g, heads, b),  # neighbours share a prompt, in the L2 cache
     out_shape=[q, caches],
     input_output_aliases={count + i: 1 + i for i in range(len(caches))},
     compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-    name=f"decode_attention_flops_{4 * q.size * keys}",  # for `aot`
+    name=f"decode_attention_flops_{flops}_bytes_{moved}",
   )(*inputs, caches)
   return out, jax.tree.unflatten(structure, caches)

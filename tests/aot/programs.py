@@ -16,8 +16,9 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from grpojax.models import tpu_decode_attention
 from grpojax.models.attention import Visibility
-from grpojax.models.cache import KeysValues, PromptKeysValues
+from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.kernel_attention import kernel_attention
 from grpojax.models.transformer import TransformerConfig, transformer
 
@@ -65,6 +66,20 @@ def attention_gradient(q, keys, prompt, positions, mask):
   return pull(out)
 
 
+def decode_attention(q, new, slots):
+  """Attends to a decoding cache and writes a token of all rows, 16 times."""
+
+  def token(i, state):
+    q, slots = state
+    positions = jnp.full(q.shape[:2], i)
+    rows = positions, jnp.zeros_like(positions)
+    args = q, new, Slots(*new), slots, jnp.int32(0), *rows
+    q, _, slots = tpu_decode_attention.attend(*args, scale=1.0)
+    return q, slots
+
+  return jax.lax.fori_loop(0, 16, token, (q, slots))
+
+
 SIZES = {"vocab_size": 512, "width": 128, "layers": 2, "heads": 4}
 SIZES |= {"kv_heads": 2, "head_dim": 64, "mlp": 256}
 B = 2
@@ -110,6 +125,10 @@ def cases(devices, dtype):
   args = array(4, 2048, 1024), array(4, 1, 1024)
   yield "cache", cache, args, {"donate_argnums": 0}
   if dtype == jnp.bfloat16:
+    new = KeysValues(*[array(16, 32, 2, 64)] * 2)
+    slots = Slots(*[array(2, 16, 32, 1, 1024, 128)] * 2)  # heads share lanes
+    args = array(16, 32, 2, 4, 64), new, slots
+    yield "decode attention", decode_attention, args, {"donate_argnums": 2}
     # More rows than fit a TPU's scalar memory.
     keys = array(40, 15, 1, 256, 64)
     args = array(40, 15, 1, 1, 256, 64), keys, array(40, 1, 256, 64)
@@ -127,6 +146,9 @@ def cases(devices, dtype):
   yield "gradient", jax.grad(loss), args, {}
 
 
+KERNELS = ("decode attention", "attention")  # need a mesh of a single device
+
+
 def compiled(platform, everything):
   devices = jax.devices()
   dtype = jnp.float32
@@ -139,8 +161,7 @@ def compiled(platform, everything):
     if name in ("forward", "gradient") and not everything:
       continue
     mesh = jax.tree.leaves(args)[0].sharding.mesh
-    # Kernels need a mesh of a single device in context.
-    with jax.set_mesh(mesh) if name == "attention" else nullcontext():
+    with jax.set_mesh(mesh) if name in KERNELS else nullcontext():
       program = jax.jit(function, **options).lower(*args).compile()
     programs[name] = program.as_text()
   return programs

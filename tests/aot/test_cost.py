@@ -108,9 +108,18 @@ def test_cache_is_updated_in_place(costs, platform):
   assert counted.bytes == pytest.approx(moved, abs=1000)
 
 
-def test_flops_of_attention_kernels(costs, platform):
+def test_costs_of_kernels(costs, platform):
   if platform == "cpu":
     pytest.skip("the kernels are for TPUs")
+  # On average, rows read half of a layer's slots and half a block of 128.
+  counted = costs("decode attention")
+  token = [i for i in counted.instructions if i.trips == 16]
+  slots = 16 * 32 * (1024 + 128) // 2
+  moved = slots * 2 * 128 * 2  # keys and values of two heads
+  # The rest is queries and outputs; the cache is not copied.
+  assert 1 <= sum(i.bytes for i in token) / moved < 1.1
+  # Two heads share lanes, so eight queries multiply 128 channels.
+  assert sum(i.flops for i in token) == 2 * slots * 2 * 8 * 128
   # Attention has two products forward, three for queries and four for keys;
   # half of a row's own keys are in the future.
   pairs = (600 * 256 * 64) * (256 + 256 // 2)

@@ -1,13 +1,18 @@
 """The parser, and costs of HLO in the spelling of XLA's backends."""
 
+import functools
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from grpojax.aot import collectives, cost, hlo
 from grpojax.aot.collectives import Collective
 from grpojax.aot.hlo import Shape
+from grpojax.models import gpu_decode_attention
 from grpojax.models.block_attention import CAUSAL
+from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 
 
 def computations(text):
@@ -161,6 +166,39 @@ e cache=bf16[4,64,256]{2,1,0:T(8,128)(2,1)}\
  dynamic-update-slice(%cache, %new, %z, %z, %i)
 """)
   assert counted.bytes == 2 * 4 * 64 * 128 * 2 + 2 * 4  # and two indices
+
+
+def test_gpu_decode_attention_reads_live_slots():
+  """XLA:GPU only knows that the kernel updates the cache of a stack in place.
+
+  L 5, B 2, G 3, K 2, R 4, C 256, P 32, E 64.
+  """
+  array = jax.ShapeDtypeStruct
+  q = array((2, 3, 2, 4, 64), jnp.bfloat16)
+  token = (array((2, 3, 2, 64), jnp.bfloat16),) * 2
+  cache = (array((5, 2, 3, 2, 256, 64), jnp.bfloat16),) * 2
+  prompt = (array((2, 2, 32, 64), jnp.bfloat16),) * 2
+  layer, lengths, rows = (array(x, jnp.int32) for x in ((), (2,), (2, 3)))
+  new = KeysValues(*token), Slots(*token)
+  scalars = rows, rows, PromptKeysValues(*prompt), lengths, rows
+  args = q, *new, Slots(*cache), layer, *scalars
+  attend = functools.partial(gpu_decode_attention.attend, scale=1.0)
+  name = re.search(r"decode_attention\w+", str(jax.make_jaxpr(attend)(*args)))
+  counted = costs(f"""
+e q=bf16[2,3,2,4,64] keys=bf16[5,2,3,2,256,64] values=bf16[5,2,3,2,256,64]
+  ROOT %r = (bf16[2,3,2,4,64], bf16[5,2,3,2,256,64], bf16[5,2,3,2,256,64])\
+ custom-call(%q, %keys, %values), custom_call_target="__gpu$xla.gpu.triton",\
+ output_to_operand_aliasing={{{{1}}: (1, {{}}), {{2}}: (2, {{}})}},\
+ metadata={{op_name="jit(f)/while/body/{name[0]}/pallas_call"}}
+""")
+  queries = 2 * 3 * 2 * 4 * 64
+  assert counted.flops == 4 * queries * (256 // 2 + 32)
+  live = 2 * (2 * 3 * 2 * 256 * 64) // 2  # keys and values of a layer
+  prompts = 2 * (2 * 2 * 32 * 64)  # once per group
+  tokens = 3 * 2 * (2 * 3 * 2 * 64)  # new; as stored: read and written
+  scalars = 1 + 2 + 3 * (2 * 3)
+  moved = 2 * (live + prompts + 2 * queries + tokens) + 4 * scalars
+  assert counted.bytes == moved
 
 
 DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
