@@ -13,18 +13,18 @@ import tempfile
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from grpojax.core.types import LM, Prefix
-from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.models.transformer import transformer
 from grpojax.runtime.processes import interrupts
 
 HERE = pathlib.Path(__file__).parent
 HELPERS = ("", "aot", "core", "models")
 sys.path += [str(HERE / folder) for folder in HELPERS]
+import small_models  # noqa: E402
 from toy_fixtures import toy, toy_model, toy_run, toy_task  # noqa: E402, F401
 
 LONG = (
@@ -102,23 +102,10 @@ def ctrl_c():
 @pytest.fixture(scope="session")
 def tiny():
   """A decoder of width 16 with large random weights."""
-  config = TransformerConfig(
-    vocab_size=11,
-    width=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    mlp=24,
-    qkv_bias=True,
-    tied=False,
-  )
+  sizes = dict(width=16, heads=4, kv_heads=2, mlp=24)
+  config = small_models.config_with(**sizes, qkv_bias=True, tied=False)
   lm = transformer(config)
-  shapes = jax.eval_shape(lm.init, jax.random.key(0))
-  rng = np.random.default_rng(0)
-  params = jax.tree.map(
-    lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, jnp.float32), shapes
-  )
+  params = small_models.random_params(lm)
   return types.SimpleNamespace(config=config, lm=lm, params=params)
 
 
@@ -207,34 +194,3 @@ def float64():
   jax.config.update("jax_enable_x64", True)
   yield
   jax.config.update("jax_enable_x64", before)
-
-
-@pytest.fixture
-def torch_mixture():
-  """Makes a random transformers mixture of experts; writes its checkpoint."""
-  torch = pytest.importorskip("torch")
-  transformers = pytest.importorskip("transformers")
-
-  def make(path, layers):
-    config = transformers.AutoConfig.for_model(
-      "qwen3_moe",
-      vocab_size=11,
-      hidden_size=8,
-      num_hidden_layers=layers,
-      num_attention_heads=2,
-      num_key_value_heads=1,
-      head_dim=4,
-      moe_intermediate_size=8,
-      num_experts=5,
-      num_experts_per_tok=2,
-      norm_topk_prob=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
-    with torch.no_grad():  # unit norms would hide mistakes
-      for parameter in model.parameters():
-        parameter.add_(0.5 * torch.randn_like(parameter))
-    model.save_pretrained(path)
-    return model.eval()
-
-  return make

@@ -1,23 +1,19 @@
-"""Peak rates of the accelerators for which programs can be compiled.
-
-Figures are per chip; `device` converts them to figures per XLA device.
-"""
+"""Peak rates of the accelerators for which programs can be compiled."""
 
 from typing import Any, NamedTuple
 
 
 class Chip(NamedTuple):
-  """Peak rates and memory of a chip."""
+  """Peak rates and memory of an XLA device: a chip, or a core of a TPU7x."""
 
   flops: float  # of bf16 matrix products, FLOP/s
   hbm_bytes: int  # of main memory; a TPU's runtime takes some of it
   hbm_bandwidth: float  # of main memory, bytes/s
   link_bandwidth: float  # to the next chip of a ring, one way, bytes/s
   source: str  # pages with these figures
-  devices: int = 1  # XLA devices per chip (the two cores of a TPU7x)
   pool: float = 1.0  # share of `hbm_bytes` taken by JAX by default
   clock: float | None = None  # cycles/s of a core, for XLA:TPU's estimates
-  cores: int = 1  # number of cores per device
+  cores: int = 1  # number of cores
 
 
 _BOOK = (
@@ -30,9 +26,13 @@ POOL = 0.95
 """Largest XLA_PYTHON_CLIENT_MEM_FRACTION that leaves CUDA enough memory."""
 
 
-def _tpu(flops: float, gib: int, *rates: float, page: str, **more: Any) -> Chip:
+def _tpu(
+  *per_chip: int | float, page: str, devices: int = 1, **more: Any
+) -> Chip:
+  """Returns a device of a chip: FLOP/s, memory in GiB and two bandwidths."""
+  flops, gib, *rates = (x / devices for x in per_chip)
   source = f"{_GOOGLE}{page}; {_BOOK}"
-  return Chip(flops, gib * 2**30, *rates, source, **more)
+  return Chip(flops, int(gib * 2**30), *rates, source, **more)
 
 
 def _gpu(flops: float, memory: int, *rates: float, page: str) -> Chip:
@@ -83,15 +83,3 @@ def of_kind(kind: str) -> Chip | None:
   if not names or "PCIe" in kind or "NVL" in kind:  # variants with other rates
     return None
   return CHIPS[KINDS[max(names, key=len)]]
-
-
-def device(chip: Chip) -> Chip:
-  """Divides a chip's rates and memory by its number of XLA devices."""
-  n = chip.devices
-  return chip._replace(
-    flops=chip.flops / n,
-    hbm_bytes=chip.hbm_bytes // n,
-    hbm_bandwidth=chip.hbm_bandwidth / n,
-    link_bandwidth=chip.link_bandwidth / n,
-    devices=1,
-  )

@@ -13,11 +13,7 @@ class Collective(NamedTuple):
   kind: str  # opcode: "all-gather", "reduce-scatter", ...
   bytes: int  # sent by each device in a run
   trips: int  # number of runs
-  in_token_loop: bool
   group_size: int  # number of devices joined
-  op_name: str  # origin in the traced program
-  name: str  # instruction
-  asynchronous: bool = False  # True if other work may run at the same time
 
 
 # Number of rounds; in a round on a ring, each of n devices sends (n - 1) / n of
@@ -73,7 +69,7 @@ def group_size(i: Instruction, devices: int) -> int:
 
 
 def _between_slices(
-  i: Instruction, inside: Computation, caller: Collective
+  i: Instruction, inside: Computation, trips: int
 ) -> Collective | None:
   """Returns the collective between slices that a send to the host starts.
 
@@ -92,9 +88,7 @@ def _between_slices(
   array = sum(s.bytes for s in inside.shapes(i.operands[:1]))
   # A gathered result has the arrays of all slices.
   sent = _sent(kind, array, size * array, size)
-  return caller._replace(
-    kind=kind + BETWEEN, bytes=sent, group_size=size, asynchronous=True
-  )
+  return Collective(kind + BETWEEN, sent, trips, size)
 
 
 def _is_sliced(inside: Computation, name: str) -> bool:
@@ -110,26 +104,24 @@ def _is_sliced(inside: Computation, name: str) -> bool:
 
 
 def find(
-  module: Module, inside: Computation, caller: Collective, seen: set[str]
+  module: Module, inside: Computation, trips: int, seen: set[str]
 ) -> tuple[tuple[Collective, ...], frozenset[str]]:
   """Returns an instruction's collectives, and the names of parts not counted.
 
   XLA:TPU splits a collective that overlaps a product into fusions (start,
   product, done) that share a chain_id. The first is counted, and its id added
-  to `seen`. `inside` is `memory.contents` of the instruction; `caller` has the
-  fields that all collectives of the instruction share.
+  to `seen`. `inside` is `memory.contents` of the instruction, and `trips` its
+  number of runs.
   """
   collectives = []
   repeated = set()
   for i in inside.instructions.values():
-    c = caller._replace(op_name=i.op_name or caller.op_name)
-    if between := _between_slices(i, inside, c):
+    if between := _between_slices(i, inside, trips):
       collectives.append(between)
     if i.opcode not in KINDS:
       continue
     chain = re.search(r'chain_id="(\d+)"', i.attributes)
     if chain:
-      c = c._replace(asynchronous=True)
       # Later parts of a chain repeat the collective under the same ids.
       key = f"{chain[1]} {i.attribute('channel_id')}"
       if key in seen:
@@ -142,5 +134,5 @@ def find(
     size = group_size(i, module.devices)
     operand = sum(s.bytes for s in inside.shapes(i.operands))
     sent = _sent(kind, operand, sum(s.bytes for s in i.shapes), size)
-    collectives.append(c._replace(kind=kind, bytes=sent, group_size=size))
+    collectives.append(Collective(kind, sent, trips, size))
   return tuple(collectives), frozenset(repeated)

@@ -30,7 +30,6 @@ class Cost(NamedTuple):
   """Costs of a run of a program, on each device."""
 
   instructions: tuple[InstructionCost, ...]  # in the order of the schedule
-  token_loops: tuple[str, ...]  # op_names of the loops taken for token loops
 
   @property
   def flops(self) -> int:
@@ -55,8 +54,7 @@ class Cost(NamedTuple):
   @property
   def in_token_loop(self) -> "Cost":
     """The costs of token loops."""
-    part = tuple(i for i in self.instructions if i.in_token_loop)
-    return self._replace(instructions=part)
+    return Cost(tuple(i for i in self.instructions if i.in_token_loop))
 
 
 def by_kind(cost: Cost) -> dict[str, dict[str, int]]:
@@ -75,7 +73,6 @@ class _Walk(NamedTuple):
   module: Module
   token_loop_trips: int  # iterations of a loop of unknown length
   trips: int  # runs of the computation
-  token_loops: list[str]  # output: op_names of token loops
   chains: set[str]  # output: ids of collectives that have several parts
   in_token_loop: bool = False
   constants: trips.State = {}  # known values of the enclosing loop
@@ -92,7 +89,6 @@ def _loop(
   in_token_loop = walk.in_token_loop
   # Only token loops can end before their counter reaches its limit.
   if not counted.exact:
-    walk.token_loops.append(loop.op_name)
     if count is None:
       count = 1 if in_token_loop else walk.token_loop_trips
     in_token_loop = True
@@ -111,22 +107,22 @@ def _instruction(
 ) -> InstructionCost:
   """Returns the costs of an instruction that runs no other computation."""
   inside = memory.contents(walk.module, computation, i)
-  runs = {"trips": walk.trips, "in_token_loop": walk.in_token_loop}
-  runs |= {"name": i.name, "op_name": i.op_name or walk.op_name}
-  # Fields that all collectives of this instruction share
-  starts = i.opcode.endswith("-start")
-  caller = Collective("", 0, group_size=1, asynchronous=starts, **runs)
-  sent, repeated = collectives.find(walk.module, inside, caller, walk.chains)
+  sent, repeated = collectives.find(
+    walk.module, inside, walk.trips, walk.chains
+  )
   shapes = memory.result(inside.parameters, i)
   cycles = i.number(r'"estimated_cycles":"(\d+)"') or 0
   return InstructionCost(
+    name=i.name,
+    op_name=i.op_name or walk.op_name,
     flops=flops.flops(inside, i),
     bytes=memory.hbm_bytes(inside, shapes, repeated),
     # XLA gives some copies on tpu7x 2^63 - 1 cycles, and ragged products those
     # of all rows with all matrices.
     cycles=cycles if cycles < 2**40 and flops.RAGGED not in i.attributes else 0,
+    trips=walk.trips,
+    in_token_loop=walk.in_token_loop,
     collectives=sent,
-    **runs,
   )
 
 
@@ -145,7 +141,7 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
         # The n blocks of queries see 1, 2, ..., n of n blocks of keys.
         taken = walk.trips * (walk.loop + 1) // (2 * walk.loop)
       inner = walk._replace(trips=taken)
-      branches = [Cost(tuple(_walk(inner, c)), ()) for c in called]
+      branches = [Cost(tuple(_walk(inner, c))) for c in called]
       heaviest = max(branches, key=lambda branch: (branch.flops, branch.bytes))
       yield from heaviest.instructions
     elif opcode in ("call", "async"):
@@ -164,6 +160,5 @@ def cost(module: Module, token_loop_trips: int, runs: int = 1) -> Cost:
   end. It counts as many trips as the limit allows; if the limit is unknown,
   `token_loop_trips` (tokens of a completion), or 1 within another token loop.
   """
-  walk = _Walk(module, token_loop_trips, runs, [], set())
-  entry = module.computations[module.entry]
-  return Cost(tuple(_walk(walk, entry)), tuple(walk.token_loops))
+  walk = _Walk(module, token_loop_trips, runs, set())
+  return Cost(tuple(_walk(walk, module.computations[module.entry])))

@@ -171,14 +171,12 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def parse(text: str) -> Module:
-  """Parses a module; ValueError if the text is not a whole HLO module."""
-  name = re.match(r"\s*HloModule ([\w.\-]+)", text)
-  if not name:
-    raise ValueError(f"not the text of an HLO module: {text[:60]!r}")
+  """Parses a module."""
+  lines = text.splitlines()
   computations = {}
-  entry = None
+  entry = ""
   current = None
-  for line in text.splitlines():
+  for line in lines:
     if line.startswith("}"):
       current = None
     # Only headers of computations are not indented.
@@ -188,8 +186,5 @@ def parse(text: str) -> Module:
       entry = header[2] if header[1] else entry
     elif current is not None and (instruction := parse_instruction(line)):
       current[instruction.name] = instruction
-  if entry is None:
-    raise ValueError(f"HLO module {name[1]} has no ENTRY computation")
-  first = text.split("\n", 1)[0]
-  counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", first)
+  counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", lines[0])
   return Module(computations, entry, math.prod(map(int, counts)))

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from grpojax.aot import chips
 from grpojax.core import meshes, rows
 from grpojax.core.random_keys import seed_key
-from grpojax.core.types import Prompts, TrainState
+from grpojax.core.types import LM, Prompts, TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig
@@ -37,7 +37,6 @@ class Run(NamedTuple):
   """Training run with shapes in place of arrays."""
 
   settings: TrainSettings
-  model: TransformerConfig
   policy: Policy  # with abstract parameters
   mesh: Mesh  # for training
   state: TrainState  # abstract, with shardings
@@ -56,37 +55,36 @@ def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
   return hf.read_config(path, ignore_keys)
 
 
+def decoder(
+  settings: TrainSettings, model: TransformerConfig, mesh: Mesh
+) -> LM:
+  """Returns the functions of a model for the devices of a mesh."""
+  options = settings.model
+  return transformer(
+    model,
+    dtype=jnp.dtype(options.dtype),
+    remat=options.remat,
+    attention=options.attention,
+    platform=mesh.devices.flat[0].platform,
+  )
+
+
 def _policy(
-  settings: TrainSettings, hf_config: dict[str, Any], platform: str
+  settings: TrainSettings, hf_config: dict[str, Any], mesh: Mesh
 ) -> Policy:
   """Returns the policy with the model's functions, without a tokenizer."""
   model = hf.to_transformer_config(hf_config)
   eos = hf_config.get("eos_token_id")
   eos = [i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int]
-  options = settings.model
-  lm = transformer(
-    model,
-    dtype=jnp.dtype(options.dtype),
-    remat=options.remat,
-    attention=options.attention,
-    platform=platform,
-  )
   return Policy(
-    pathlib.Path(options.path),
-    lm,
+    pathlib.Path(settings.model.path),
+    decoder(settings, model, mesh),
     tokenizer=None,
     eos_ids=tuple(eos) or (0,),  # only their number affects the program
     pad_id=0,
+    shape=model,
     vmappable=not model.experts,
   )
-
-
-def teacher_shape(settings: TrainSettings) -> TransformerConfig | None:
-  """Returns the sizes of the teacher, if any."""
-  if not settings.model.teacher:
-    return None
-  path = hub_pins.pinned(settings, settings.model.teacher)
-  return hf.to_transformer_config(read_model(path, settings.model.ignore_keys))
 
 
 def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
@@ -107,12 +105,10 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   """
   ignore_keys = settings.model.ignore_keys
   hf_config = read_model(hub_pins.model(settings), ignore_keys)
-  platform = mesh.devices.flat[0].platform
-  policy = _policy(settings, hf_config, platform)
-  model = hf.to_transformer_config(hf_config)
+  policy = _policy(settings, hf_config, mesh)
   chip = chips.of_kind(mesh.devices.flat[0].device_kind)
-  limit = chip and int(chip.pool * chips.device(chip).hbm_bytes)
-  settings = memory.with_logits_chunk(settings, model, limit)
+  limit = chip and int(chip.pool * chip.hbm_bytes)
+  settings = memory.with_logits_chunk(settings, policy.shape, limit)
   # Device rewards and stop strings need the tokenizer.
   if settings.reward.on_device or settings.sampling.stop:
     policy = setup.open_policy(settings)._replace(lm=policy.lm)
@@ -125,7 +121,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   if settings.model.teacher:
     path = hub_pins.pinned(settings, settings.model.teacher)
     teacher_config = read_model(path, ignore_keys)
-    teacher = _policy(settings, teacher_config, platform)
+    teacher = _policy(settings, teacher_config, mesh)
     policy = policy._replace(teacher=teacher)
     frozen = jnp.dtype(settings.model.dtype)
     teacher_params = hf.abstract_params(teacher_config, frozen)
@@ -145,7 +141,6 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   group_size = settings.auto_group_size.start if auto else settings.group_size
   run = Run(
     settings=settings,
-    model=model,
     policy=policy,
     mesh=mesh,
     state=sharding.placed(state, mesh),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpojax.aot import chips, cost, hlo, programs, roofline, topology
+from grpojax.aot import cost, hlo, programs, roofline, topology
 from grpojax.aot.chips import Chip
 from grpojax.aot.topology import Machine
 from grpojax.core import meshes
@@ -71,11 +71,8 @@ def compile_part(
     collective_bytes=counted.collective_bytes,
     token_loop_collective_bytes=counted.in_token_loop.collective_bytes,
     collectives=cost.by_kind(counted),
-    seconds=estimate.seconds,
-    token_loop_seconds=estimate.token_loop,
-    xla_seconds=estimate.by_cycles,
-    untimed_seconds=estimate.untimed,
     compile_seconds=compile_seconds,
+    **estimate._asdict(),
   )
 
 
@@ -85,7 +82,7 @@ def part_flops(run: programs.Run) -> dict[str, float]:
   Operations per token and parameter: 2 in a forward pass, 6 in training, 4 if
   frozen under adapters. Not counted: attention, adapters, the head on prompts.
   """
-  model = run.model
+  model = run.policy.shape
   settings = run.settings
   loss = settings.loss
   update = settings.optim.update
@@ -118,7 +115,7 @@ def part_flops(run: programs.Run) -> dict[str, float]:
 def _cache_bytes(run: programs.Run) -> int:
   """Returns the bytes of the decode cache per device."""
   mesh = meshes.sampling_mesh(run.mesh, run.settings.mesh.sampling_tensor)
-  model = run.model
+  model = run.policy.shape
   sampling = run.settings.sampling
   prompts = run.prompts // sampling.parts
   tokens = sampling.max_new_tokens
@@ -170,7 +167,7 @@ def measure(run: programs.Run, name: str, machine: Machine) -> dict[str, Any]:
   say(f"compiling {name}: {part.compile_seconds:.0f} s")
   memory = _memory(run, name, part)
   total = sum(memory.values())
-  limit = chips.device(machine.chip).hbm_bytes
+  limit = machine.chip.hbm_bytes
   return {
     **part._asdict(),
     "memory_bytes": total,
@@ -188,11 +185,10 @@ def report(run: programs.Run, machine: Machine) -> dict[str, Any]:
   seconds = sum(part["seconds"] for part in entries.values())
   samples = run.prompts * run.group_size
   tokens = samples * run.settings.sampling.max_new_tokens
-  _, count = topology.parse(machine.name)
   fits = all(part["fits"] for part in entries.values())
   mesh = dict(run.mesh.shape)
   sampling_tensor = run.settings.mesh.sampling_tensor or mesh["tensor"]
-  memory = chips.device(machine.chip).hbm_bytes
+  memory = machine.chip.hbm_bytes
   result = {
     "fits": fits,
     "topology": machine.name,
@@ -210,8 +206,8 @@ def report(run: programs.Run, machine: Machine) -> dict[str, Any]:
   if fits:
     result["tokens_per_second"] = tokens / seconds
     # Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B): the model's
-    # operations as a share of the chips' peak, without recomputation.
-    peak = count * machine.chip.flops
+    # operations as a share of the devices' peak, without recomputation.
+    peak = run.mesh.size * machine.chip.flops
     result["mfu"] = sum(part_flops(run).values()) / (seconds * peak)
   return result
 

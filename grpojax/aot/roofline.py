@@ -17,9 +17,9 @@ too small to fill the matrix unit; launches and loop control; hosts; networks
 between slices; and the overlap of products, copies and sending.
 
 XLA:TPU annotates most instructions with its own estimate in cycles, which
-includes the vector unit and VMEM. `Estimate.by_cycles` is their sum. If a
+includes the vector unit and VMEM. `Estimate.xla_seconds` is their sum. If a
 device has two cores, the time is halved, unless this would exceed the peak.
-`Estimate.untimed` is the roofline of instructions without useful cycles.
+`Estimate.untimed_seconds` is the roofline of instructions without such cycles.
 
 Measured times lie between the two estimates (tests/aot/test_roofline.py).
 """
@@ -27,7 +27,6 @@ Measured times lie between the two estimates (tests/aot/test_roofline.py).
 from collections.abc import Callable
 from typing import NamedTuple
 
-from grpojax.aot import chips
 from grpojax.aot.chips import Chip
 from grpojax.aot.collectives import BETWEEN, Collective
 from grpojax.aot.cost import Cost, InstructionCost
@@ -39,9 +38,9 @@ class Estimate(NamedTuple):
   """Seconds of a run of a program."""
 
   seconds: float  # of products, HBM traffic and sending, without overlap
-  token_loop: float  # part of `seconds` in the token loop
-  by_cycles: float | None  # XLA:TPU's own estimate, if any
-  untimed: float = 0.0  # part of both without cycles
+  token_loop_seconds: float  # part of `seconds` in the token loop
+  xla_seconds: float | None  # XLA:TPU's own estimate from cycles, if any
+  untimed_seconds: float = 0.0  # part of both without cycles
 
 
 def collective_seconds(collective: Collective, chip: Chip) -> float:
@@ -75,12 +74,11 @@ def _by_cycles(i: InstructionCost, chip: Chip) -> float:
 
 
 def estimate(cost: Cost, chip: Chip) -> Estimate:
-  """Estimates the seconds of a run on a device's share of the chip."""
-  peaks = chips.device(chip)
+  """Estimates the seconds of a run on a device."""
 
   def seconds(part: Cost, of_run: Callable) -> float:
-    sending = (collective_seconds(c, peaks) * c.trips for c in part.collectives)
-    working = (of_run(i, peaks) * i.trips for i in part.instructions)
+    sending = (collective_seconds(c, chip) * c.trips for c in part.collectives)
+    working = (of_run(i, chip) * i.trips for i in part.instructions)
     return sum(working, sum(sending, 0.0))
 
   by_cycles = None
@@ -88,5 +86,5 @@ def estimate(cost: Cost, chip: Chip) -> Estimate:
     by_cycles = seconds(cost, _by_cycles)
   token_loop = seconds(cost.in_token_loop, _working)
   untimed = (i for i in cost.instructions if not i.cycles)
-  untimed = sum(_working(i, peaks) * i.trips for i in untimed)
+  untimed = sum(_working(i, chip) * i.trips for i in untimed)
   return Estimate(seconds(cost, _working), token_loop, by_cycles, untimed)

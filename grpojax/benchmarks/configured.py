@@ -45,7 +45,7 @@ def peak_flops(kind: str, count: int, dtype: Any) -> tuple[float, str]:
   """
   chip = chips.of_kind(kind)
   if chip:
-    return chips.device(chip).flops, f"bfloat16, {chip.source}"
+    return chip.flops, f"bfloat16, {chip.source}"
   # CPU devices share the cores that a single device used in the measurement.
   flops = measure_flops(dtype) / (count if kind == "cpu" else 1)
   return flops, f"measured, {dtype}"
@@ -72,8 +72,9 @@ def open_shapes(settings: TrainSettings) -> programs.Run:
   batches.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)
   run = programs.open_run(settings, mesh)
-  teacher = programs.teacher_shape(settings)
-  memory.refuse(memory.training(settings, run.model, mesh, teacher))
+  policy = run.policy
+  teacher = policy.teacher and policy.teacher.shape
+  memory.refuse(memory.training(settings, policy.shape, mesh, teacher))
   return run
 
 
@@ -81,7 +82,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   """Times `steps` steps of a config; returns the report to save."""
   kind = run.mesh.devices.flat[0].device_kind
   peak, source = peak_flops(kind, run.mesh.size, run.settings.model.dtype)
-  opened = subject.open_subject(run)
+  opened = subject.with_arrays(run)
   prompts = subject.random_prompts(run)
   parts = PARTS
   if run.settings.reward.on_device:  # a step is one program, and needs targets

@@ -58,7 +58,7 @@ def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
     file.write_text(json.dumps(workload.model))
     model = dataclasses.replace(settings.model, path=str(file))
     settings = dataclasses.replace(settings, model=model)
-    opened = subject.open_subject(configured.open_shapes(settings))
+    opened = subject.with_arrays(configured.open_shapes(settings))
   prompts = workloads.prompt_ids(workload, count)
   batches = (
     subject.whole_prompts(ids, workloads.lengths(workload, step))

@@ -5,40 +5,29 @@ probability 0.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Int, PyTree
 
 from grpojax.aot import programs
 from grpojax.benchmarks import workloads
 from grpojax.core import meshes
 from grpojax.core.random_keys import seed_key
-from grpojax.core.types import LM, Params, Prompts, TrainState
+from grpojax.core.types import LM, Params, Prompts
 from grpojax.models import lora
 from grpojax.runtime.text import tokenization
 from grpojax.training.optimizer import optimizer
-from grpojax.training.policies import Policy
 from grpojax.training.run import setup
 from grpojax.training.step import device, host, reference, scoring
 from grpojax.training.step.extension import Inputs
 
 Rows = Iterator[dict[str, Any]]
-
-
-class Subject(NamedTuple):
-  """A training run to time."""
-
-  run: programs.Run  # shapes of the run
-  policy: Policy  # with its frozen weights, if any
-  state: TrainState  # before the first step
-  ref_params: Params | None  # of the reference
-  tx: optax.GradientTransformation
 
 
 def word_tokenizer(vocab_size: int) -> Any:
@@ -65,33 +54,19 @@ def _random(lm: LM, shapes: PyTree, key: Array) -> Params:
   return jax.jit(init, out_shardings=shardings)(key)
 
 
-def _endless(policy: Policy) -> LM:
-  """Returns the policy's model with EOS probability 0."""
-  ids = jnp.array(policy.eos_ids)
-
-  def without_ends(lm):
-    def unembed(params, hidden):
-      return lm.unembed(params, hidden).at[..., ids].set(-1e9)
-
-    return lm._replace(unembed=unembed, draw_parts=None)
-
-  def prepare(params, longest, **formats):
-    lm, params = policy.lm.prepared(params, longest=longest, **formats)
-    return without_ends(lm), params
-
-  return without_ends(policy.lm)._replace(prepare=prepare)
-
-
-def open_subject(run: programs.Run) -> Subject:
-  """Draws the weights of a run, and creates its optimizer and reference."""
+def with_arrays(run: programs.Run) -> programs.Run:
+  """Draws the weights of a run, and creates its first state and reference."""
   settings = run.settings
   policy = run.policy
+  model = policy.shape
   if settings.reward.on_device:  # the device step needs ids in the vocabulary
-    policy = policy._replace(lm=_endless(policy))
+    gaps = tuple((i, i + 1) for i in policy.eos_ids)
+    endless = dataclasses.replace(model, gaps=gaps)
+    policy = policy._replace(lm=programs.decoder(settings, endless, run.mesh))
   else:
-    policy = policy._replace(eos_ids=(run.model.vocab_size,))
+    policy = policy._replace(eos_ids=(model.vocab_size,))
   if policy.tokenizer is None:
-    policy = policy._replace(tokenizer=word_tokenizer(run.model.vocab_size))
+    policy = policy._replace(tokenizer=word_tokenizer(model.vocab_size))
   key = seed_key(settings.seed)
   shapes = run.state.params if policy.frozen is None else policy.frozen
   params = _random(policy.lm, shapes, key)
@@ -109,13 +84,13 @@ def open_subject(run: programs.Run) -> Subject:
   tx = optimizer(settings)
   first_state = lambda params: setup.first_state(settings, tx, params)
   state = jax.jit(first_state, out_shardings=shardings)(params)
-  return Subject(run, policy, state, ref_params, tx)
+  return run._replace(policy=policy, state=state, ref_params=ref_params)
 
 
 def random_prompts(run: programs.Run) -> Iterator[Prompts]:
   """Yields prompts of the configured length with uniform ids."""
   rng = np.random.default_rng(run.settings.seed)
-  vocab = run.model.vocab_size
+  vocab = run.policy.shape.vocab_size
   shape = run.prompts, run.settings.data.max_prompt_length
   while True:
     yield whole_prompts(rng.integers(0, vocab, shape).astype(np.int32))
@@ -127,24 +102,24 @@ def whole_prompts(ids: Int[np.ndarray, "B P"], targets: Any = None) -> Prompts:
 
 
 def steps(
-  subject: Subject,
+  run: programs.Run,
   batches: Iterable[Prompts],
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Rows:
   """Yields the metrics of steps with the reward `workloads.count_a`.
 
-  With reward.on_device the config's reward is used. `budgets` returns the
-  largest lengths of a batch's completions; see `step.sampling.sampler_program`.
+  `run` has arrays (`with_arrays`). With reward.on_device the config's reward is
+  used. `budgets` returns the largest lengths of a batch's completions; see
+  `step.sampling.sampler_program`.
   """
-  run = subject.run
   settings = run.settings
   shardings = jax.tree.map(lambda x: x.sharding, run.state)
   inputs = Inputs(
-    *(settings, subject.policy, subject.tx, shardings, run.mesh),
-    ref_params=subject.ref_params,
+    *(settings, run.policy, optimizer(settings), shardings, run.mesh),
+    ref_params=run.ref_params,
   )
   examples = [{"prompt_text": ""}] * run.prompts
-  state = subject.state
+  state = run.state
   with contextlib.ExitStack() as stack:
     if settings.reward.on_device:
       step = device.make_device_step(inputs, {}, run.group_size)

@@ -34,12 +34,13 @@ T = 256
 passes.WHOLE = 128  # T is a long row, which attends in blocks
 PROGRAMS = {  # function, axes of the mesh, of sampling
   "update": ("update", {"fsdp": 8}),
-  "update data": ("update", {"data": 2, "fsdp": 4}),
   "rollout": ("rollout", {"data": 2, "fsdp": 4}),
   "rollout tensor": ("rollout", {"data": 1, "fsdp": 4, "tensor": 2}),
   "rollout sampling_tensor": ("rollout", {"fsdp": 8}, 2),
   "rollout int8": ("rollout", {"data": 2, "fsdp": 4}),
+  "rollout experts": ("rollout", {"data": 1}),  # on one device
 }
+EXPERTS = {"experts": 64, "experts_per_token": 2}
 
 
 def placed(tree, shardings):
@@ -92,9 +93,11 @@ def sample(lm, mesh, params, tensor=0, sampling=Sampling()):
 
 def lowered(name, devices, layers):
   kind, axes, *tensor = PROGRAMS[name]
+  experts = EXPERTS if name.endswith("experts") else {}
+  devices = devices[:1] if experts else devices
   mesh = meshes.make_mesh(devices=devices, **{"data": 1} | axes)
   tied = kind == "update"
-  config = TransformerConfig(**SIZES, layers=layers, tied=tied)
+  config = TransformerConfig(**SIZES, layers=layers, tied=tied, **experts)
   lm = transformer(config, dtype=jnp.bfloat16, remat="full", platform="tpu")
   params = jax.eval_shape(lm.init, jax.random.key(0))
   with jax.set_mesh(mesh):

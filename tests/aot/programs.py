@@ -1,7 +1,7 @@
 """Compiles small programs and prints their HLO: programs.py [--all] PLATFORM...
 
 Slow programs need --all. PLATFORM is cpu or a topology of libtpu (v5e:2x2).
-Prints JSON: {platform: {program: {"text": HLO, "flops": XLA's own count}}}.
+Prints JSON: {platform: {program: HLO}}.
 """
 
 import json
@@ -42,23 +42,6 @@ def decode(w, head, ids):
   x = jnp.ones((b, head.shape[0]), head.dtype) * ids[:, None].astype(head.dtype)
   state = 0, x, jnp.zeros(b, bool), jnp.zeros((b, TOKENS), jnp.int32)
   return jax.lax.while_loop(unfinished, token, state)[3]
-
-
-def unrolled_decode(w, head, ids):
-  """The same with unrolled layers, as in our decoder."""
-
-  def unfinished(state):
-    return (state[0] < TOKENS) & ~jnp.all(state[1] == 0)
-
-  def token(state):
-    i, x = state
-    for layer in w:
-      x = jnp.tanh(x @ layer)
-    ids = jnp.argmax(x @ head, -1)
-    return i + 1, x * ids[:, None].astype(x.dtype)
-
-  x = jnp.ones((ids.shape[0], head.shape[0]), head.dtype)
-  return jax.lax.while_loop(unfinished, token, (0, x))
 
 
 def cache(slots, new):
@@ -135,9 +118,6 @@ def cases(devices, dtype):
     x = array(256, 512, sharding=x)
     w = array(512, 1024, sharding=w)
     yield name, jnp.matmul, (x, w), {"out_shardings": out}
-  layers = tuple(array(1024, 1024) for _ in range(3))
-  args = layers, array(1024, 2048), array(8, dtype=ids)
-  yield "unrolled decode", unrolled_decode, args, {}
   layers = array(6, 1024, 1024, sharding=columns)
   head = array(1024, 2048, sharding=rows)
   tokens = array(8, dtype=ids, sharding=copies)
@@ -181,13 +161,9 @@ def compiled(platform, everything):
     if name in ("forward", "gradient") and not everything:
       continue
     mesh = jax.tree.leaves(args)[0].sharding.mesh
-    context = jax.set_mesh(mesh) if name in KERNELS else nullcontext()
-    with context:
+    with jax.set_mesh(mesh) if name in KERNELS else nullcontext():
       program = jax.jit(function, **options).lower(*args).compile()
-    programs[name] = {
-      "text": program.as_text(),
-      "flops": program.cost_analysis()["flops"],
-    }
+    programs[name] = program.as_text()
   return programs
 
 

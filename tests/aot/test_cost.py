@@ -9,6 +9,7 @@ import processes
 import pytest
 
 from grpojax.aot import cost, hlo
+from grpojax.aot.collectives import Collective
 
 ITEMSIZE = {"cpu": 4, "v5e:2x2": 2, "v6e:2x2": 2}  # float32, bfloat16
 TPUS = ("v5e:2x2", "v6e:2x2")
@@ -38,13 +39,12 @@ def platform(request):
 
 @pytest.fixture
 def costs(request, platform):
-  """`(program, tokens) -> Cost` on a platform; `costs.xla` is XLA's count."""
+  """`(program, tokens) -> Cost` on a platform."""
   name = "quick" if platform == "cpu" else "everything"
 
   def costs(program, tokens=TOKENS, source=name):
-    compiled = request.getfixturevalue(source)[platform][program]
-    costs.xla = compiled["flops"]
-    return cost.cost(hlo.parse(compiled["text"]), tokens)
+    text = request.getfixturevalue(source)[platform][program]
+    return cost.cost(hlo.parse(text), tokens)
 
   return costs
 
@@ -56,11 +56,9 @@ SHARDED_FLOPS = 2 * 256 * 512 * 1024 // 4
 def test_all_gather_of_a_matrix(costs, platform):
   counted = costs("all-gather")
   size = ITEMSIZE[platform]
-  assert counted.flops == SHARDED_FLOPS == costs.xla
-  (c,) = counted.collectives
-  assert (c.kind, c.group_size, c.trips) == ("all-gather", 4, 1)
-  assert c.bytes == 512 * 1024 * size * 3 // 4  # w except the own quarter
-  assert not c.in_token_loop
+  assert counted.flops == SHARDED_FLOPS
+  sent = 512 * 1024 * size * 3 // 4  # w except the own quarter
+  assert counted.collectives == (Collective("all-gather", sent, 1, 4),)
   x, w, out = (n * size for n in (64 * 512, 128 * 1024, 64 * 1024))
   # TPUs gather into VMEM; CPUs gather into main memory and read from there.
   passed = 0 if platform != "cpu" else 2 * 4 * w
@@ -70,20 +68,17 @@ def test_all_gather_of_a_matrix(costs, platform):
 @pytest.mark.parametrize("name", ["reduce-scatter", "all-reduce"])
 def test_reduction_of_partial_sums(costs, platform, name):
   counted = costs(name)
-  out = 256 * 1024 * ITEMSIZE[platform]
   assert counted.flops == SHARDED_FLOPS
-  (c,) = counted.collectives
   # XLA:CPU reduces and then slices; XLA:TPU fuses both.
   kind = "all-reduce" if platform == "cpu" else name
-  assert (c.kind, c.group_size) == (kind, 4)
-  assert c.bytes == out * 3 // 4 * (2 if kind == "all-reduce" else 1)
-  assert c.op_name.endswith("dot_general")
+  sent = 256 * 1024 * ITEMSIZE[platform] * 3 // 4
+  sent *= 2 if kind == "all-reduce" else 1
+  assert counted.collectives == (Collective(kind, sent, 1, 4),)
 
 
 def test_token_loop_with_an_inner_scan(costs, platform):
   counted = costs("decode")
   size = ITEMSIZE[platform]
-  assert counted.token_loops == ("jit(decode)/while",)
   weights = (6 * 1024 * 1024 + 1024 * 2048) // 4  # of one of 4 devices
   assert counted.flops == TOKENS * 2 * 8 * weights
   assert counted.in_token_loop.flops == counted.flops
@@ -101,18 +96,8 @@ def test_token_loop_with_an_inner_scan(costs, platform):
     sent = 2 * TOKENS * (6 * layer + head)
     kinds = {"all-reduce": {"bytes": sent, "runs": TOKENS * 7}}
   assert cost.by_kind(counted) == kinds
-  assert all(c.in_token_loop for c in counted.collectives)
+  assert counted.in_token_loop.collectives == counted.collectives
   assert counted.collective_bytes == sum(k["bytes"] for k in kinds.values())
-
-
-def test_weights_are_read_once_per_token(costs, platform):
-  counted = costs("unrolled decode")
-  weights = (3 * 1024 * 1024 + 1024 * 2048) * ITEMSIZE[platform]
-  # Activations have 8 rows, the 5 matrices 1024.
-  assert 1 <= counted.in_token_loop.bytes / (TOKENS * weights) < 1.04
-  large = [i for i in counted.instructions if i.bytes > 1024 * 1024]
-  assert sum(i.bytes * i.trips for i in large) > 0.9 * counted.bytes
-  assert all(i.trips == TOKENS for i in large)
 
 
 def test_cache_is_updated_in_place(costs, platform):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from grpojax.aot import collectives, cost, hlo
+from grpojax.aot.collectives import Collective
 from grpojax.aot.hlo import Shape
 from grpojax.models import gpu_decode_attention
 from grpojax.models.block_attention import CAUSAL
@@ -66,12 +67,6 @@ def test_spellings_of_arrays_and_operands():
   for operands in ("%a, %b.1", "f32[2,3]{1,0} %a, f32[] /*index=1*/%b.1"):
     i = only(f"%x = f32[2,3]{{1,0}} add({operands})")
     assert i.operands == ("a", "b.1"), operands
-
-
-@pytest.mark.parametrize("text", ["", "module @jit_f {}", "HloModule m\n"])
-def test_invalid_modules_are_refused(text):
-  with pytest.raises(ValueError, match="not the text|no ENTRY"):
-    hlo.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +131,9 @@ e p=f32[100]{{0}}
 q q=f32[100]{{0}} t=token[]
   ROOT %g = f32[400]{{0}} all-gather(%q), {FOURS}
 """)
-  (c,) = counted.collectives
-  assert (c.kind, c.bytes, c.op_name) == ("all-gather", 1200, "jit(f)/dot")
-  assert counted.bytes == 400 + 1600
+  (i,) = counted.instructions
+  assert i.collectives == (Collective("all-gather", 1200, 1, 4),)
+  assert (i.op_name, i.bytes) == ("jit(f)/dot", 400 + 1600)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +260,7 @@ e x=f32[8,8]
   %limit = s32[] constant(7)
   %copied = s32[] copy(%start)
   %t = STATE tuple(%copied, %x, %limit)
-  ROOT %w = STATE while(%t), condition=%cond, body=%body,\
- metadata={op_name="the loop"}
+  ROOT %w = STATE while(%t), condition=%cond, body=%body
 
 cond s=STATE
   ELEMENTS
@@ -325,10 +319,8 @@ def test_trip_counts(trips, condition, step, start):
     both = f"  %l = pred[] {LESS}\n  %all = pred[] {ENDED}\n  ROOT %c"
     text = text.replace("  ROOT %c", both, 1)
   counted = costs(written(text, **words), tokens=100)
-  is_token_loop = trips < 0
   assert counted.flops == abs(trips) * 2 * 8 * 8 * 8
-  assert counted.token_loops == ("the loop",) * is_token_loop
-  assert counted.in_token_loop.flops == counted.flops * is_token_loop
+  assert counted.in_token_loop.flops == counted.flops * (trips < 0)
 
 
 @pytest.mark.parametrize("name, trips", [("cond", 12), (f"{CAUSAL}/cond", 6)])
@@ -357,4 +349,4 @@ any s=PAIRED
 """
   counted = costs(written(text))
   assert counted.flops == trips * 2 * 8 * 8 * 8
-  assert counted.token_loops == ()
+  assert not counted.in_token_loop.instructions

@@ -170,13 +170,14 @@ def test_another_libtpu_is_reported(monkeypatch):
 def test_eos_ids_and_invalid_models(tmp_path):
   """Training reads the EOS ids with the tokenizer."""
   hf_config = programs.hf.read_config("arithmetic-base")
+  mesh = meshes.make_mesh()
   for eos, ids in (7, (7,)), ([7, 8], (7, 8)), (["x", 2.5], (0,)):
     hf_config |= {"eos_token_id": eos}
-    policy = programs._policy(TrainSettings(), hf_config, "cpu")
+    policy = programs._policy(TrainSettings(), hf_config, mesh)
     assert policy.eos_ids == ids, eos
   settings = TrainSettings(loss=Objective(router_aux_coef=0.1))
   with pytest.raises(ValueError, match=r"loss.router_aux_coef = 0.1: .* use 0"):
-    programs.open_run(settings, meshes.make_mesh())
+    programs.open_run(settings, mesh)
   file = tmp_path / "a.json"
   file.write_text('{"model_type": ["qwen2"]}')
   with pytest.raises(ValueError, match="is not supported"):

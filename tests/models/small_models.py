@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.rollout import rollout
@@ -69,6 +70,31 @@ def run_python(devices, *arguments):
     timeout=600,
   )
   assert done.returncode == 0, done.stderr[-4000:]
+
+
+def torch_model(path, kind, noise, **values):
+  """Saves a random model of transformers, and returns it."""
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  config = transformers.AutoConfig.for_model(kind, **values)
+  config._attn_implementation = "eager"
+  torch.set_num_threads(1)
+  torch.manual_seed(0)
+  model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+  with torch.no_grad():  # initial biases and norms would hide mistakes
+    for parameter in model.parameters():
+      parameter.add_(noise * torch.randn_like(parameter))
+  model.save_pretrained(path)
+  return model
+
+
+def torch_mixture(path, layers):
+  """Saves a random mixture of experts of transformers, and returns it."""
+  sizes = dict(vocab_size=11, hidden_size=8, head_dim=4, num_experts=5)
+  sizes |= dict(num_attention_heads=2, num_key_value_heads=1)
+  sizes |= dict(moe_intermediate_size=8, num_experts_per_tok=2)
+  options = dict(num_hidden_layers=layers, norm_topk_prob=True)
+  return torch_model(path, "qwen3_moe", 0.5, **sizes, **options)
 
 
 def layout_of(lengths, size, prompts, prompt_size, *parts):

@@ -92,25 +92,6 @@ def test_unknown_keys_and_values_are_refused_by_name(kind, change, message):
 
 
 @pytest.mark.parametrize(
-  ("kinds", "key", "harmless", "refused"),
-  [
-    ("qwen2", "use_mrope", False, True),
-    ("llama", "is_llama_config", True, False),
-    ("qwen3_moe llama mistral gemma2", "qkv_bias", False, True),
-    ("qwen2", "qkv_bias", True, False),
-    ("qwen3_moe qwen3", "shared_expert_intermediate_size", 0, 512),
-    ("qwen3_moe qwen3 gemma3_text", "use_qk_norm", True, False),
-    ("llama mistral", "resid_pdrop", 0.0, 0.1),
-  ],
-)
-def test_fixed_keys_have_a_single_value(kinds, key, harmless, refused):
-  for kind in kinds.split():
-    assert read(kind, **{key: harmless}) == read(kind)
-    with pytest.raises(ValueError, match=f"{key}={refused}; only"):
-      read(kind, **{key: refused})
-
-
-@pytest.mark.parametrize(
   "key",
   "transformers.js_config device_map unsloth_fixed unsloth_version model_name "
   "neftune_noise_alpha unk_token_id max_new_tokens _flash_attn_2_enabled "

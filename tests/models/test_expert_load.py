@@ -11,6 +11,7 @@ from small_models import (
   descend,
   layout_of,
   random_params,
+  torch_mixture,
 )
 
 from grpojax.core.losses.load_balancing import load_balancing_loss
@@ -76,7 +77,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
 
 
 @pytest.mark.slow
-def test_load_balancing_agrees_with_transformers(torch_mixture, tmp_path):
+def test_load_balancing_agrees_with_transformers(tmp_path):
   """The prompt ends with padding, which has no weight."""
   torch = pytest.importorskip("torch")
   model = torch_mixture(tmp_path, layers=2)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import torch_model
 
 from grpojax.models import huggingface as hf
 
@@ -97,8 +98,6 @@ COMPLETIONS = RNG.integers(1, V, (3, G, T))
 
 def make_checkpoint(name, path):
   """Saves a random model of transformers, and returns it."""
-  torch = pytest.importorskip("torch")
-  transformers = pytest.importorskip("transformers")
   kind, changes = CONFIGS[name]
   values = {
     "vocab_size": V,
@@ -110,16 +109,7 @@ def make_checkpoint(name, path):
     "pad_token_id": 0,
     "rope_parameters": PLAIN,
   } | changes
-  config = transformers.AutoConfig.for_model(kind, **values)
-  config._attn_implementation = "eager"
-  torch.set_num_threads(1)
-  torch.manual_seed(0)
-  model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-  with torch.no_grad():  # initial biases and norms would hide mistakes
-    for parameter in model.parameters():
-      parameter.add_(0.2 * torch.randn_like(parameter))
-  model.save_pretrained(path)
-  return model
+  return torch_model(path, kind, 0.2, **values)
 
 
 def theirs(model, with_gradients):

@@ -6,8 +6,8 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from grpojax.core import meshes
+from grpojax.models import config_json, lora, sharding
 from grpojax.models import huggingface as hf
-from grpojax.models import lora, sharding
 from grpojax.models.config import init, parameter_shapes
 
 BASE = dict(vocab_size=8, hidden_size=4, num_hidden_layers=2, head_dim=2)
@@ -90,9 +90,12 @@ def test_families_refuse_unknown_keys_and_values(kind):
   read = lambda **changes: hf.to_transformer_config(config_of(kind, **changes))
   with pytest.raises(ValueError, match="residual_multiplier=2.0"):
     read(residual_multiplier=2.0)
-  for key, value in getattr(hf.FAMILIES[kind], "FIXED", {}).items():
-    read(**{key: value})
-    with pytest.raises(ValueError, match=f"config.json has {key}="):
+  _, fixed, _ = config_json._keys(hf.FAMILIES[kind])
+  assert fixed["qkv_bias"] == (kind == "qwen2")
+  assert fixed["use_qk_norm"] == (kind in ("qwen3", "qwen3_moe", "gemma3_text"))
+  for key, value in fixed.items():
+    assert read(**{key: value}) == read(), key
+    with pytest.raises(ValueError, match=f"config.json has {key}=.*; only"):
       read(**{key: "another"})
   for key in getattr(hf.FAMILIES[kind], "UNUSED", ()):
     assert read(**{key: 7}) == read(), key

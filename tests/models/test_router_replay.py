@@ -21,6 +21,7 @@ from small_models import (
   descend,
   layout_of,
   random_params,
+  torch_mixture,
 )
 from small_models import sample as sample_of
 
@@ -69,13 +70,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-  "way",
-  [
-    name if "stages" in name else pytest.param(name, marks=pytest.mark.slow)
-    for name in WAYS
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_rollouts_record_the_experts_of_all_tokens(way):
   """Compares with `prefill` of prompt and completion."""
   many = 300 if way == "token by token" else 5  # more than a byte holds
@@ -123,7 +119,7 @@ def replace_choice(model, experts):
 
 
 @pytest.mark.slow
-def test_replay_agrees_with_transformers(torch_mixture, tmp_path):
+def test_replay_agrees_with_transformers(tmp_path):
   """Rows are packed; the reference chooses its own experts."""
   torch = pytest.importorskip("torch")
   model = torch_mixture(tmp_path, layers=LAYERS)

@@ -1,4 +1,7 @@
-"""Meshes and the table of shardings, with four CPU devices in a subprocess."""
+"""Meshes and the table of shardings.
+
+Run as a program with four devices, it compares meshes with a single device.
+"""
 
 import dataclasses
 import re
@@ -11,154 +14,156 @@ import pytest
 from flax import traverse_util
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from small_models import config_with, run_python
+from small_models import assert_close, config_with, run_python
 
-from grpojax.core import meshes
-from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
-from grpojax.models import sharding
-from grpojax.models.transformer import transformer
-
-ONE = jax.devices()[:1]
-CODE = """
-import jax, jax.numpy as jnp, numpy as np, pytest
-from jax.sharding import PartitionSpec as P
 from grpojax.aot import cost, hlo
-from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
-from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.core import meshes
+from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
 from grpojax.models import sharding
 from grpojax.models.attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.cpu import float32_einsum, matmul
 from grpojax.models.kernel_attention import kernel_attention
+from grpojax.models.transformer import transformer
 
-assert jax.device_count() == 4
-sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
-assert dict(meshes.make_mesh().shape) == sizes
-for sizes, message in (((-1, 3), "of 3 devices, and there are 4"),
-                       ((0, 1, 1), "use axes of at least 1")):
-  with pytest.raises(ValueError, match=message):
-    meshes.make_mesh(*sizes)
-mesh = meshes.make_mesh(1, 2, 1, -1)
-assert dict(mesh.shape) == dict(data=1, fsdp=2, expert=1, tensor=2)
-assert meshes.batch_sharding(mesh, 8).shard_shape((8, 5)) == (4, 5)
-assert meshes.batch_sharding(mesh, 3).spec == P(None)  # 3 is odd
+ONE = jax.devices()[:1]
 
-shape = dict(vocab_size=16, width=8, layers=2, heads=4, kv_heads=2, head_dim=4,
-             mlp=16)
 
-# Moments are rounded with the same random bits on any mesh.
-tx = scale_by_rounded_adam(.9, .999, jax.random.key(3))
-few = {"embed": jnp.ones((6, 4)) / 3}
-state = tx.init(few)
-specs = sharding.shardings((few, state), mesh)
-assert specs[1].mu == specs[1].nu == specs[0]
-cut = jax.jit(tx.update, in_shardings=specs, out_shardings=specs)(few, state)
-jax.tree.map(np.testing.assert_array_equal, cut, jax.jit(tx.update)(few, state))
+def check_meshes():
+  sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
+  assert dict(meshes.make_mesh().shape) == sizes
+  with pytest.raises(ValueError, match="of 3 devices, and there are 4"):
+    meshes.make_mesh(-1, 3)
+  with pytest.raises(ValueError, match="use axes of at least 1"):
+    meshes.make_mesh(0, 1, 1)
+  mesh = meshes.make_mesh(1, 2, 1, -1)
+  assert dict(mesh.shape) == dict(data=1, fsdp=2, expert=1, tensor=2)
+  assert meshes.batch_sharding(mesh, 8).shard_shape((8, 5)) == (4, 5)
+  assert meshes.batch_sharding(mesh, 3).spec == P(None)  # 3 is odd
 
-# Adafactor sends only vectors.
-tx = OPTIMIZERS["adafactor"](b1=0, b2=.99, moments_dtype="float32", seed=0)
-large = {"embed": jnp.ones((256, 192)),
-         "layers": {"gate": jnp.ones((3, 128, 256)),
-                    "down": jnp.ones((3, 256, 128)),
-                    "expert_up": jnp.ones((3, 4, 128, 256))}}
-for sizes in ((1, 2, 1, 2), (1, 2, 2, 1)):
-  mesh = meshes.make_mesh(*sizes)
-  args = sharding.placed((large, jax.eval_shape(tx.init, large), large), mesh)
-  place = jax.tree.map(lambda x: x.sharding, args)
-  program = jax.jit(tx.update, in_shardings=place, out_shardings=place[:2])
-  text = program.lower(*args).compile().as_text()
-  sent = cost.cost(hlo.parse(text), 1).collectives
-  assert 0 < max(c.bytes for c in sent) < 256 * 128 * 4 // 4, sent
 
-# Each device multiplies its rows with its copy of the head.
-def gradient(lm):
+def check_optimizers():
+  """Rounding has the same random bits on any mesh; Adafactor sends vectors."""
+  mesh = meshes.make_mesh(1, 2, 1, 2)
+  tx = scale_by_rounded_adam(0.9, 0.999, jax.random.key(3))
+  few = {"embed": jnp.ones((6, 4)) / 3}
+  state = tx.init(few)
+  specs = sharding.shardings((few, state), mesh)
+  assert specs[1].mu == specs[1].nu == specs[0]
+  update = jax.jit(tx.update, in_shardings=specs, out_shardings=specs)
+  assert_close(update(few, state), jax.jit(tx.update)(few, state), rtol=0)
+  options = dict(moments_dtype="float32", seed=0)
+  tx = OPTIMIZERS["adafactor"](b1=0, b2=0.99, **options)
+  layers = {"gate": jnp.ones((3, 128, 256)), "down": jnp.ones((3, 256, 128))}
+  layers["expert_up"] = jnp.ones((3, 4, 128, 256))
+  large = {"embed": jnp.ones((256, 192)), "layers": layers}
+  for sizes in ((1, 2, 1, 2), (1, 2, 2, 1)):
+    mesh = meshes.make_mesh(*sizes)
+    args = sharding.placed((large, jax.eval_shape(tx.init, large), large), mesh)
+    place = jax.tree.map(lambda x: x.sharding, args)
+    program = jax.jit(tx.update, in_shardings=place, out_shardings=place[:2])
+    text = program.lower(*args).compile().as_text()
+    sent = cost.cost(hlo.parse(text), 1).collectives
+    assert 0 < max(c.bytes for c in sent) < 256 * 128 * 4 // 4, sent
+
+
+def head_gradient(lm):
   def loss(params, hidden):
-    lm_, params = lm.prepared(params, longest=None)
-    return jnp.sum(jnp.sin(lm_.unembed(params, hidden)))
+    model, params = lm.prepared(params, longest=None)
+    return jnp.sum(jnp.sin(model.unembed(params, hidden)))
+
   return jax.value_and_grad(loss, argnums=(0, 1))
 
-sent = "all-reduce", "all-gather", "all-to-all", "permute", "reduce-scatter"
-for sizes, b, g in (
-    ((2, 2, 1, 1), 4, 3),  # prompts are split
-    ((2, 2, 1, 1), 2, 6),  # also groups
-    ((1, 2, 1, 2), 3, 2),  # groups and the vocabulary
-    ((1, 4, 1, 1), 3, 2),  # rows cannot be split
-):
+
+SENT = "all-reduce", "all-gather", "all-to-all", "permute", "reduce-scatter"
+
+
+def check_heads(sizes, b, g, tied):
+  """Each device multiplies its rows with its copy of the head."""
   mesh = meshes.make_mesh(*sizes)
-  for tied in (True, False):
-    lm = transformer(TransformerConfig(**shape, tied=tied))
-    params = jax.jit(lm.init)(jax.random.key(1))
-    hidden = jax.random.normal(jax.random.key(2), (b, g, 5, 8))
-    alone = gradient(lm)(params, hidden)
-    with jax.set_mesh(mesh):
-      place = sharding.shardings(params, mesh)
-      rows = meshes.activation_sharding(mesh, hidden.shape, "batch", "group")
-      args = jax.device_put((params, hidden), (place, rows))
-      split = jax.jit(gradient(lm), out_shardings=(None, (place, rows)))(*args)
-      parts = sharding.row_shards(b, g)
-      if parts is not None:
-        text = jax.jit(parts.split).lower(args[1]).compile().as_text()
-        assert not [name for name in sent if name in text]
-        back = jax.jit(lambda x: parts.join(parts.split(x)))(args[1])
-        np.testing.assert_array_equal(back, hidden)
-      assert (parts is None) == (b * g == 6 and 4 in sizes)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), split, alone)
+  lm = transformer(config_with(vocab_size=16, heads=4, kv_heads=2, tied=tied))
+  params = jax.jit(lm.init)(jax.random.key(1))
+  hidden = jax.random.normal(jax.random.key(2), (b, g, 5, 8))
+  gradient = head_gradient(lm)
+  alone = gradient(params, hidden)
+  with jax.set_mesh(mesh):
+    place = sharding.shardings(params, mesh)
+    rows = meshes.activation_sharding(mesh, hidden.shape, "batch", "group")
+    args = jax.device_put((params, hidden), (place, rows))
+    split = jax.jit(gradient, out_shardings=(None, (place, rows)))(*args)
+    parts = sharding.row_shards(b, g)
+    if parts is not None:
+      text = jax.jit(parts.split).lower(args[1]).compile().as_text()
+      assert not [name for name in SENT if name in text]
+      back = jax.jit(lambda x: parts.join(parts.split(x)))(args[1])
+      np.testing.assert_array_equal(back, hidden)
+    assert (parts is None) == (b * g == 6 and 4 in sizes)
+  assert_close(split, alone, atol=1e-5)
 
-# Samples stay on their devices even if axes of products are merged.
-def total(x, q, keys, w):
-  logits = float32_einsum("bkgrse,bkpe->bkgrsp", q, keys)
-  return jnp.sum(matmul(x, w) ** 2) + jnp.sum(logits ** 2)
 
-mesh = meshes.make_mesh(2, devices=jax.devices()[:2])
-for b, g in ((2, 3), (3, 2)):  # prompts or samples are split
+def check_products(b, g):
+  """Samples stay on their devices even if axes of products are merged."""
+
+  def total(x, q, keys, w):
+    logits = float32_einsum("bkgrse,bkpe->bkgrsp", q, keys)
+    return jnp.sum(matmul(x, w) ** 2) + jnp.sum(logits**2)
+
+  gradient = jax.grad(total, range(4))
   shapes = (b, g, 5, 4), (b, 2, g, 2, 5, 4), (b, 2, 6, 4), (4, 6)
   args = [jax.random.normal(jax.random.key(i), x) for i, x in enumerate(shapes)]
   names = ("batch", "group"), ("batch", None, "group"), ("batch",), ()
+  mesh = meshes.make_mesh(2, devices=jax.devices()[:2])
   with jax.set_mesh(mesh):
-    place = tuple(meshes.activation_sharding(mesh, x.shape, *n)
-                  for x, n in zip(args, names))
-    program = jax.jit(
-      jax.grad(total, range(4)), in_shardings=place, out_shardings=place
+    place = tuple(
+      meshes.activation_sharding(mesh, x.shape, *axes)
+      for x, axes in zip(args, names, strict=True)
     )
+    program = jax.jit(gradient, in_shardings=place, out_shardings=place)
     text = program.lower(*args).compile().as_text()
-    assert not [name for name in sent[1:] if f" {name}" in text]
+    assert not [name for name in SENT[1:] if f" {name}" in text]
     assert " all-reduce" in text  # of the gradient of w
-    cut = program(*jax.device_put(args, list(place)))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4),
-               cut, jax.grad(total, range(4))(*args))
+    split = program(*jax.device_put(args, list(place)))
+  assert_close(split, gradient(*args), rtol=1e-4)
 
-# Kernels get whole rows and whole key heads.
-for sizes, b, g, k, r in (
-    ((2, 1, 1, 2), 2, 3, 2, 1),  # prompts and key heads
-    ((2, 1, 1, 2), 1, 2, 1, 2),  # samples of a prompt, heads of a key head
-    ((1, 1, 1, 4), 1, 1, 2, 1),  # no axis can be split
-):
+
+def check_kernels(sizes, b, g, k, r):
+  """Kernels get whole rows and whole key heads."""
   shapes = (b, g, k, r, 20, 4), (b, g, k, 20, 4), (b, k, 20, 4)
   normal = lambda i: jax.random.normal(jax.random.key(i), shapes[i // 2])
-  q, row, prompt = normal(0), (normal(2), normal(3)), (normal(4), normal(5))
+  row = KeysValues(normal(2), normal(3))
+  args = normal(0), row, PromptKeysValues(normal(4), normal(5))
   positions = jnp.broadcast_to(jnp.arange(20) + 20, (b, g, 20))
   seen = Visibility(positions, None, jnp.ones((b, 20), bool), False)
 
   def total(q, row, prompt):
-    out = kernel_attention(q, KeysValues(*row), PromptKeysValues(*prompt), seen,
-                           platform="cpu")
+    out = kernel_attention(q, row, prompt, seen, platform="cpu")
     return jnp.sum(jnp.sin(out) * jnp.arange(out.size).reshape(out.shape))
 
-  alone = jax.jit(jax.grad(total, (0, 1, 2)))(q, row, prompt)
+  alone = jax.jit(jax.grad(total, (0, 1, 2)))(*args)
   with jax.set_mesh(meshes.make_mesh(*sizes)):
-    program = jax.jit(jax.grad(total, (0, 1, 2)))
-    cut = program(q, row, prompt)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4),
-    cut, alone)
-"""
+    split = jax.jit(jax.grad(total, (0, 1, 2)))(*args)
+  assert_close(split, alone, atol=1e-3, rtol=1e-4)
+
+
+def main():
+  assert jax.device_count() == 4
+  check_meshes()
+  check_optimizers()
+  for tied in (True, False):
+    check_heads((2, 2, 1, 1), 4, 3, tied)  # prompts are split
+    check_heads((2, 2, 1, 1), 2, 6, tied)  # also groups
+    check_heads((1, 2, 1, 2), 3, 2, tied)  # groups and the vocabulary
+    check_heads((1, 4, 1, 1), 3, 2, tied)  # rows cannot be split
+  check_products(2, 3)  # prompts are split
+  check_products(3, 2)  # samples are split
+  check_kernels((2, 1, 1, 2), 2, 3, 2, 1)  # prompts and key heads
+  check_kernels((2, 1, 1, 2), 1, 2, 1, 2)  # samples, heads of a key head
+  check_kernels((1, 1, 1, 4), 1, 1, 2, 1)  # no axis can be split
 
 
 @pytest.mark.slow
 def test_on_four_devices():
-  run_python(4, "-c", CODE)
+  run_python(4, __file__)
 
 
 def test_row_shards_have_the_order_of_the_devices(monkeypatch):
@@ -291,3 +296,7 @@ def test_axes_taken_by_the_user_are_not_constrained(kind):
     specs = re.findall(r"spec=P\(.*?\)\)", text)
     assert not any(names[0] in spec for spec in specs)
     assert any(names[1] in spec for spec in specs)
+
+
+if __name__ == "__main__":
+  main()

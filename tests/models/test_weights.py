@@ -1,10 +1,14 @@
-"""Reading and writing of weights, against the safetensors library."""
+"""Reading and writing of weights, against the safetensors library.
+
+Run as a program with four devices, it reads and writes a sharded model.
+"""
 
 import functools
 import json
 import os
 import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -316,47 +320,35 @@ def test_pickled_weights_and_adapters_are_refused(tmp_path):
     hf.resolve(path)
 
 
-# A model of 20 million parameters, on four devices.
-PROGRAM = """
-import functools, sys
-import jax, jax.numpy as jnp, numpy as np
-from safetensors.numpy import load_file
-from grpojax.models import huggingface as hf
-from grpojax.core import meshes
-from grpojax.models import sharding
-
 def memory(name):
   with open("/proc/self/status") as file:
     lines = dict(line.split(":", 1) for line in file)
   return 1024 * int(lines[name].split()[0])
 
-path, parameters = sys.argv[1], int(sys.argv[2])
-assert jax.device_count() == 4
-mesh = meshes.make_mesh(1, 2, 1, 2)
-places = functools.partial(sharding.shardings, mesh=mesh)
-jnp.zeros(3).block_until_ready()
-before = memory("VmRSS")
-params = hf.load_params(path, jnp.float32, places)
-peak = memory("VmHWM") - before
-size = sum(x.nbytes for x in jax.tree.leaves(params))
-assert size == 4 * parameters
-assert peak < 1.5 * size, (peak, size)
 
-assert jax.tree.map(lambda x: x.sharding, params) == places(params)
-tensors = load_file(path + "/model.safetensors")
-embedding = tensors["model.embed_tokens.weight"].astype(np.float32)
-for shard in params["embed"].addressable_shards:
-  np.testing.assert_array_equal(shard.data, embedding[shard.index])
-
-# Shardings may be a tree, and sharded parameters are saved whole.
-again = hf.load_params(path, jnp.bfloat16, places(params))
-assert jax.tree.map(lambda x: x.sharding, again) == places(params)
-hf.save(path + "2", again, path)
-saved = load_file(path + "2/model.safetensors")
-assert saved.keys() == tensors.keys()
-for name, tensor in tensors.items():
-  np.testing.assert_array_equal(saved[name], tensor)
-"""
+def main(path, parameters):
+  """Reads and writes a model of 20 million parameters on four devices."""
+  assert jax.device_count() == 4
+  mesh = meshes.make_mesh(1, 2, 1, 2)
+  places = functools.partial(sharding.shardings, mesh=mesh)
+  jnp.zeros(3).block_until_ready()
+  before = memory("VmRSS")
+  params = hf.load_params(path, jnp.float32, places)
+  peak = memory("VmHWM") - before
+  size = sum(x.nbytes for x in jax.tree.leaves(params))
+  assert size == 4 * int(parameters)
+  assert peak < 1.5 * size, (peak, size)
+  assert jax.tree.map(lambda x: x.sharding, params) == places(params)
+  tensors = load_file(path + "/model.safetensors")
+  embedding = tensors["model.embed_tokens.weight"].astype(np.float32)
+  for shard in params["embed"].addressable_shards:
+    np.testing.assert_array_equal(shard.data, embedding[shard.index])
+  # Shardings may be a tree, and sharded parameters are saved whole.
+  again = hf.load_params(path, jnp.bfloat16, places(params))
+  assert jax.tree.map(lambda x: x.sharding, again) == places(params)
+  hf.save(path + "2", again, path)
+  saved = load_file(path + "2/model.safetensors")
+  jax.tree.map(np.testing.assert_array_equal, saved, tensors)
 
 
 @pytest.mark.slow
@@ -371,4 +363,8 @@ def test_shards_and_memory_on_four_devices(tmp_path):
   tensors = tensors_of(config, BF16)
   path = write_model(tmp_path / "model", tensors, config=config)
   parameters = sum(tensor.size for tensor in tensors.values())
-  run_python(4, "-c", PROGRAM, path, parameters)
+  run_python(4, __file__, path, parameters)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

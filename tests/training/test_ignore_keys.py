@@ -36,7 +36,6 @@ def open_policies(settings):
 
 
 def open_run(settings):
-  programs.teacher_shape(settings)
   mesh = setup.make_mesh(settings)
   scoring.open_model(settings, mesh)
   return programs.open_run(settings, mesh)

@@ -14,10 +14,10 @@ READ = qwen2.READ | {"head_dim": 128, "attention_bias": False}
 FIXED = {"use_qk_norm": True}
 
 
-def config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Reads a complete config.json of model_type "qwen3"."""
+def config(hf_config: dict[str, Any], **experts: Any) -> TransformerConfig:
+  """Reads a complete config.json of model_type "qwen3", with any `experts`."""
   return TransformerConfig(
-    **config_json.common(hf_config),
+    **config_json.common(hf_config) | experts,
     **qwen2.window(hf_config),
     rope=config_json.rope(hf_config),
     qk_norm=True,

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from grpojax.models import config_json
 from grpojax.models.config import TransformerConfig
-from grpojax.models.families import qwen2, qwen3
+from grpojax.models.families import qwen3
 
 KEYS = qwen3.KEYS | {
   f"layers/{name}": (f"model.layers.{{layer}}.mlp.{hf_name}.weight", True)
@@ -30,13 +29,10 @@ UNUSED = {"output_router_logits", "router_aux_loss_coef"}  # for training
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a complete config.json of model_type "qwen3_moe"."""
-  return TransformerConfig(
-    **config_json.common(hf_config)
-    | {"mlp": hf_config["moe_intermediate_size"]},
+  return qwen3.config(
     # Either all layers have a window, or no layer has one.
-    **qwen2.window(hf_config | {"max_window_layers": 0}),
-    rope=config_json.rope(hf_config),
-    qk_norm=True,
+    hf_config | {"max_window_layers": 0},
+    mlp=hf_config["moe_intermediate_size"],
     experts=hf_config["num_local_experts"] or hf_config["num_experts"],
     experts_per_token=hf_config["num_experts_per_tok"],
     normalize_experts=hf_config["norm_topk_prob"],
