@@ -34,14 +34,13 @@ from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.terminal.screen import printable
-from grpojax.training import policies, run_models
+from grpojax.training import policies
 from grpojax.training.config import SETTINGS, from_config
 from grpojax.training.data import prompts, splits
 from grpojax.training.policies import Policy
-from grpojax.training.report import sample_rows
-from grpojax.training.run import memory
+from grpojax.training.run import memory, run_models
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import episodes, sampling, scoring
+from grpojax.training.step import episodes, sample_rows, sampling, scoring
 
 NEW, QUIT = "/new", "/quit"
 HELP = f"each line is a prompt; {NEW} clears the history, {QUIT} ends the chat"

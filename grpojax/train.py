@@ -25,7 +25,7 @@ The default config is configs/arithmetic.py, or configs/own_model.py if you set
                         size
     profile/            trace of some steps (profile.steps)
 
-DIR may be gs://BUCKET/DIR (see `grpojax.training.run.run_storage`).
+DIR may be gs://BUCKET/DIR (see `grpojax.runtime.files.run_storage`).
 
 The same command resumes a run; it leaves a finished run unchanged. A resumed
 run accepts new values of settings that do not affect past steps: steps (more
@@ -52,11 +52,12 @@ from grpojax.models import huggingface as hf
 from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
-from grpojax.runtime.files import disk, records
+from grpojax.runtime.files import disk, records, run_storage
 from grpojax.runtime.processes import distributed, interrupts
 from grpojax.training.config import SETTINGS, from_config, parse_job
 from grpojax.training.evaluation import evaluation
-from grpojax.training.run import fit, hub_pins, run_directory, run_storage
+from grpojax.training.files import hub_pins, run_directory
+from grpojax.training.run import fit
 from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {

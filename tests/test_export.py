@@ -17,10 +17,10 @@ from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import weights_out
 from grpojax.runtime import checkpoint
 from grpojax.runtime.text import tokenization
-from grpojax.training import run_models
 from grpojax.training.config import default_config, from_config
-from grpojax.training.optimizer import optimizer
-from grpojax.training.run import run_directory, setup
+from grpojax.training.files import run_directory
+from grpojax.training.run import run_models, setup
+from grpojax.training.settings.optimizer import optimizer
 
 MODEL = "arithmetic-instruct"
 

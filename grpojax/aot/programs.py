@@ -22,10 +22,11 @@ from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.files import gguf_directory, hub
 from grpojax.training import policies
 from grpojax.training.data import prompts, splits
-from grpojax.training.optimizer import optimizer
+from grpojax.training.files import hub_pins
 from grpojax.training.policies import Policy
-from grpojax.training.run import hub_pins, memory, setup
+from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
+from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import device, host, reference, sampling
 from grpojax.training.step.batch import aggregation

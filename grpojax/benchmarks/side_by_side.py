@@ -16,11 +16,12 @@ import jax
 from grpojax.benchmarks import clock, configured, subject, workloads
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import command_line, configs
-from grpojax.runtime.files import records
+from grpojax.runtime.files import records, run_storage
 from grpojax.training.config import to_config
+from grpojax.training.files import run_directory
 from grpojax.training.report import reporting
-from grpojax.training.run import fit, run_directory, run_storage, start
-from grpojax.training.run.progress import Progress
+from grpojax.training.report.progress import Progress
+from grpojax.training.run import fit, start
 from grpojax.training.settings.run import TrainSettings
 
 PARTS = {

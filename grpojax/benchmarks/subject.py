@@ -21,9 +21,9 @@ from grpojax.core.random_keys import seed_key
 from grpojax.core.types import LM, Params, Prompts, TrainState
 from grpojax.models import lora
 from grpojax.runtime.text import tokenization
-from grpojax.training.optimizer import optimizer
 from grpojax.training.policies import Policy
 from grpojax.training.run import setup
+from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.step import device, host, reference, scoring
 
 Rows = Iterator[dict[str, Any]]

@@ -28,7 +28,8 @@ from grpojax.runtime.files import disk, records
 from grpojax.runtime.processes import interrupts
 from grpojax.runtime.terminal import pictures
 from grpojax.statistics.intervals import mean_interval
-from grpojax.training.run import fit, open_run, run_directory
+from grpojax.training.files import run_directory
+from grpojax.training.run import fit, open_run
 from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {"run_dir": setting("", 'output directory; "" = runs/NAME')}

@@ -25,9 +25,9 @@ from grpojax.models import lora
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 from grpojax.runtime.cli.configs import config_error
-from grpojax.runtime.files import hub
+from grpojax.runtime.files import hub, run_storage
 from grpojax.runtime.text import stop_strings, tokenization
-from grpojax.training.run import run_directory, run_storage
+from grpojax.training.files import run_directory
 
 
 class Policy(NamedTuple):

@@ -15,7 +15,8 @@ from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import gguf_file
 from grpojax.runtime.files import gguf_directory
 from grpojax.runtime.text import tokenization
-from grpojax.training import policies, run_models
+from grpojax.training import policies
+from grpojax.training.run import run_models
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 281

@@ -16,8 +16,9 @@ from grpojax.core.types import Prompts
 from grpojax.core.update import make_update
 from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime.files import records
-from grpojax.training.optimizer import optimizer
-from grpojax.training.run import memory, run_directory, setup
+from grpojax.training.files import run_directory
+from grpojax.training.run import memory, setup
+from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.step.batch import make_batch_program
 
 B = 8

@@ -13,8 +13,8 @@ from grpojax.core.types import TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime import checkpoint
+from grpojax.runtime.files import run_storage
 from grpojax.training import policies
-from grpojax.training.run import run_storage
 from grpojax.training.step import reference
 
 

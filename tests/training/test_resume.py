@@ -24,6 +24,7 @@ from grpojax.training import policies
 from grpojax.training.data import splits
 from grpojax.training.report import run_report
 from grpojax.training.run import open_run, start
+from grpojax.training.step.run import Run
 
 
 def summary_of(run):
@@ -288,7 +289,7 @@ def test_processes_with_different_examples_are_refused(
 ):
   split = splits.Split([0] * 7, 0, "a")
   settings = settings_with()
-  run = start.Run(settings, tmp_path, None, None, split, split, None)
+  run = Run(settings, tmp_path, None, None, split, split, None)
   monkeypatch.setattr(start, "check", lambda *_: run)
   second = {"the train split": "7 examples\nfingerprint a"}
   second["the test split"] = "7 examples\nfingerprint b"

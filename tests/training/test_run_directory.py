@@ -13,7 +13,8 @@ from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config, from_config
-from grpojax.training.run import open_run, run_directory
+from grpojax.training.files import run_directory
+from grpojax.training.run import open_run
 from grpojax.training.settings.run import TrainSettings
 
 

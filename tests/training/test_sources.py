@@ -12,8 +12,9 @@ from grpojax import sft
 from grpojax.aot import programs
 from grpojax.runtime.files import hub
 from grpojax.training import config as config_module
-from grpojax.training import policies, run_models
-from grpojax.training.run import hub_pins, setup, start
+from grpojax.training import policies
+from grpojax.training.files import hub_pins
+from grpojax.training.run import run_models, setup, start
 from grpojax.training.step import scoring
 
 COMMIT = hub_server.COMMIT

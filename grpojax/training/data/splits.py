@@ -23,10 +23,10 @@ from grpojax.data.examples import prompt_key
 from grpojax.data.pipeline import Mixture, Part
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
-from grpojax.training.data import mixtures, prompts
+from grpojax.training.data import prompts
+from grpojax.training.files import hub_pins, run_directory
 from grpojax.training.policies import Policy
-from grpojax.training.run import hub_pins, run_directory
-from grpojax.training.settings import batches
+from grpojax.training.settings import batches, mixtures
 from grpojax.training.settings.run import TrainSettings
 
 MEASURED = 4096

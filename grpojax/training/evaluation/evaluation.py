@@ -22,6 +22,7 @@ from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Params, Prompts
 from grpojax.data.pipeline import Subset
 from grpojax.rewards import exact, functions, groups, math
+from grpojax.rewards.conventions import CORRECT
 from grpojax.rewards.pool import Failure
 from grpojax.runtime.terminal.screen import printable
 from grpojax.statistics import intervals
@@ -34,7 +35,6 @@ from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import scoring
 
-CORRECT = 1.0  # minimum reward of a correct completion
 VOTING = ("exact_answer", *functions.READ_ANSWERS)
 """Reward functions that extract an answer, for majority votes."""
 REWARD = "reward"

@@ -32,11 +32,11 @@ from grpojax.training import policies
 from grpojax.training.config import to_config
 from grpojax.training.data import prompts, splits
 from grpojax.training.evaluation import best, evaluation
+from grpojax.training.files import run_directory
 from grpojax.training.report import run_report
-from grpojax.training.run import run_directory
-from grpojax.training.run.progress import Progress, troubles
-from grpojax.training.run.start import Run
+from grpojax.training.report.progress import Progress, troubles
 from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.step.run import Run
 
 KEPT_FAILURES = 20  # per step, in failures.jsonl
 REWARD = "held_out_reward"  # metric of evaluations

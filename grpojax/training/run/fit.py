@@ -21,21 +21,22 @@ from grpojax.core.types import TrainState
 from grpojax.data.examples import Changed
 from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.files import disk, run_lock
+from grpojax.runtime.files import disk, run_lock, run_storage
 from grpojax.runtime.processes import distributed, interrupts
 from grpojax.runtime.terminal import screen
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation import best
+from grpojax.training.files import run_directory
 from grpojax.training.report import profiling, reporting, run_report
-from grpojax.training.run import open_run, run_directory, run_storage
-from grpojax.training.run import progress as progress_lib
-from grpojax.training.run.progress import Progress
-from grpojax.training.run.start import Run
+from grpojax.training.report import progress as progress_lib
+from grpojax.training.report.progress import Progress
+from grpojax.training.run import open_run
 from grpojax.training.settings.batches import draw_parts, samples_per_step
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import device, difficulty, host, reference, scoring
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step.diagnosis import make_update_group_size
+from grpojax.training.step.run import Run
 
 CheckSignals = Callable[..., None]
 

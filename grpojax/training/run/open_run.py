@@ -26,20 +26,21 @@ from grpojax.rewards import functions
 from grpojax.runtime import checkpoint
 from grpojax.runtime.checkpoint import stored_arrays
 from grpojax.runtime.cli import command_line, configs
-from grpojax.runtime.files import disk, hub, run_lock, user_code
+from grpojax.runtime.files import disk, hub, run_lock, run_storage, user_code
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
 from grpojax.training.config import to_config
 from grpojax.training.data import splits
-from grpojax.training.optimizer import learning_rate
+from grpojax.training.files import hub_pins, run_directory
 from grpojax.training.report import reporting
-from grpojax.training.run import hub_pins, run_directory, run_storage, start
-from grpojax.training.run.progress import Progress, from_notes
-from grpojax.training.run.start import Run
+from grpojax.training.report.progress import Progress, from_notes
+from grpojax.training.run import start
+from grpojax.training.settings.optimizer import learning_rate
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import pending, reference
+from grpojax.training.step.run import Run
 
 # Settings.
 

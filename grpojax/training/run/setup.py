@@ -16,8 +16,8 @@ from grpojax.models import sharding
 from grpojax.runtime.cli.configs import config_error
 from grpojax.statistics import group_size
 from grpojax.training import policies
+from grpojax.training.files import hub_pins
 from grpojax.training.policies import Policy
-from grpojax.training.run import hub_pins
 from grpojax.training.settings.run import AUTO, TrainSettings
 
 

@@ -4,62 +4,34 @@ import contextlib
 import itertools
 import pathlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.types import Params, TrainState
+from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
 from grpojax.runtime import checkpoint
-from grpojax.runtime.files import hub, records
+from grpojax.runtime.files import hub, records, run_storage
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import trackers
-from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenization
 from grpojax.training.data import prompts, splits
-from grpojax.training.optimizer import optimizer
+from grpojax.training.files import hub_pins, run_directory
 from grpojax.training.policies import Policy, check_positions, find_model
-from grpojax.training.run import (
-  hub_pins,
-  memory,
-  run_directory,
-  run_storage,
-  setup,
-)
+from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
+from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import difficulty, episodes, reference, scoring
+from grpojax.training.step.run import Run
 from grpojax.training.step.sampling import make_sampler
 
 LARGE = 50_000_000  # number of parameters from which learning rates are checked
 FAR = 50  # a warning is printed from this factor above the usual learning rate
 LOW = 10  # a warning is printed from this factor below the usual learning rate
-
-
-class Run(NamedTuple):
-  """Inputs and resources of a run, the same in all steps."""
-
-  settings: TrainSettings  # with date, commits and prompt length
-  directory: pathlib.Path
-  policy: Policy  # with weights only between `check` and `start`
-  mesh: jax.sharding.Mesh
-  train: splits.Split
-  held_out: splits.Split
-  reward_pool: scoring.RewardPool | None = None  # set by `check`
-  shardings: TrainState | None = None  # of the state; set by `start`
-  ref_params: Params | None = None  # fixed reference, if any
-  greedy: Any = None  # sampler for evaluations, see `make_sampler`
-  screen: Screen = Screen()
-  track: Callable[[int, Any], None] = lambda step, row: None  # logs to trackers
-  check_directory: Callable[[], None] = lambda: None  # from `run_lock.hold`
-
-  def file(self, name: str) -> pathlib.Path:
-    """Returns a path inside the run directory."""
-    return self.directory / name
 
 
 def check(

@@ -19,13 +19,13 @@ from grpojax.core.binding import bind
 from grpojax.core.types import Prompts, TrainState
 from grpojax.data.drawn import ENDLESS
 from grpojax.data.pipeline import Mixture
+from grpojax.rewards.conventions import CORRECT
 from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.processes import distributed
 from grpojax.statistics import prompt_sampling, success_rates
 from grpojax.statistics.prompt_sampling import Stratum
 from grpojax.statistics.success_rates import PRIORITIES, SuccessRates
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.evaluation.evaluation import CORRECT
 from grpojax.training.policies import Policy
 from grpojax.training.settings.batches import group_sizes, samples_per_step
 from grpojax.training.settings.inputs import DIFFICULTY_OFF

@@ -33,7 +33,6 @@ from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import abandon
 from grpojax.training import policies
 from grpojax.training.data import mixtures
-from grpojax.training.report import sample_rows
 from grpojax.training.settings.batches import own_sampling_mesh
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import (
@@ -41,6 +40,7 @@ from grpojax.training.step import (
   episodes,
   reference,
   resampling,
+  sample_rows,
   sampling,
   scoring,
 )

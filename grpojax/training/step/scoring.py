@@ -32,8 +32,8 @@ from grpojax.rewards.worker import LARGEST
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
-from grpojax.training.data import mixtures
-from grpojax.training.run import hub_pins
+from grpojax.training.files import hub_pins
+from grpojax.training.settings import mixtures
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes
 from grpojax.training.step.batch import aggregation

@@ -5,15 +5,14 @@ are used when the run is resumed, evaluated or exported, even if a branch moved.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpojax.data.datasets import HUB
 from grpojax.models import huggingface as hf
 from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.files import hub
-from grpojax.training.data import mixtures
-from grpojax.training.run import run_storage
+from grpojax.training.settings import mixtures
 from grpojax.training.settings.run import TrainSettings
 
 
@@ -105,27 +104,3 @@ def pin(settings: TrainSettings) -> TrainSettings:
     remedy = f"is for models on the Hub, but {path} is a directory: use ''"
     raise ValueError(config_error("model.revision", revision, remedy))
   return _add(settings, commits) if commits else settings
-
-
-def conflicts(settings: TrainSettings) -> Iterator[tuple[str, str]]:
-  """Yields the invalid settings about the Hub, each with its remedy."""
-  path = settings.model.path
-  revision = settings.model.revision
-  remedy = ""
-  if revision and "@" in path:
-    remedy = f"model.path = {path!r} has a revision too: remove one of them"
-  elif revision and run_storage.is_url(path):
-    remedy = f"is for models on the Hub, but model.path is {path!r}: use ''"
-  elif revision and hub.parse(f"{path}@{revision}") is None:
-    remedy = (
-      "use a branch, tag or commit, with model.path = ORG/NAME on the Hub"
-    )
-  if remedy:
-    yield "model.revision", remedy
-  for line in settings.commits:
-    key, _, commit = str(line).partition("=")
-    kind, _, name = key.partition(":")
-    good = kind in hub.KINDS and hub.parse(name) and "@" in name
-    if not (good and hub.is_commit(commit)):
-      remedy = "must be KIND:ORG/NAME@REVISION=COMMIT. Runs fill it in: use ()"
-      yield "commits", remedy

@@ -13,17 +13,13 @@ from grpojax.core.types import Params
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
 from grpojax.runtime import checkpoint
-from grpojax.runtime.files import disk, gguf_directory, hub
+from grpojax.runtime.files import disk, gguf_directory, hub, run_storage
 from grpojax.training import policies
 from grpojax.training.config import from_config
 from grpojax.training.evaluation import best as best_lib
-from grpojax.training.run import (
-  hub_pins,
-  progress,
-  run_directory,
-  run_storage,
-  setup,
-)
+from grpojax.training.files import hub_pins, run_directory
+from grpojax.training.report import progress
+from grpojax.training.run import setup
 from grpojax.training.settings.inputs import ModelSettings
 from grpojax.training.settings.run import TrainSettings
 

@@ -15,10 +15,9 @@ from ml_collections import ConfigDict
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import configs
 from grpojax.runtime.cli import settings as settings_lib
-from grpojax.runtime.files import records
+from grpojax.runtime.files import records, run_storage
 from grpojax.runtime.files.run_lock import LOCK
 from grpojax.training.config import SETTINGS, from_config, to_config
-from grpojax.training.run import run_storage
 from grpojax.training.settings.run import TrainSettings
 
 # File names; `grpojax.train` documents the contents.
