@@ -144,9 +144,7 @@ def _fit_prompt(
   """
   _, ids = prompts.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
-  policies.check_positions(
-    policy.directory, len(ids), new_tokens, policy.ignore_keys
-  )
+  policies.check_positions(policy.files, len(ids), new_tokens)
   length = settings.data.max_prompt_length or 32
   while length < len(ids):
     length *= 2

@@ -1,7 +1,6 @@
 """Lowers the programs of a training run on shapes alone."""
 
 import os
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,9 +22,11 @@ from grpojax.runtime.files import gguf_directory, hub
 from grpojax.training import policies
 from grpojax.training.data import prompts, splits
 from grpojax.training.files import hub_pins
+from grpojax.training.files.model_files import find_model
 from grpojax.training.policies import Policy
 from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
+from grpojax.training.settings.facts import Facts, completed
 from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import device, host, reference, sampling
@@ -51,7 +52,7 @@ def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
   ValueError if the file is missing or does not describe a model.
   """
   if not os.path.isfile(path) or gguf_directory.is_named(path):
-    path = policies.find_model(path, hub.CONFIG)
+    path = find_model(path, hub.CONFIG)
   return hf.read_config(path, ignore_keys)
 
 
@@ -71,7 +72,7 @@ def _policy(
     platform=platform,
   )
   return Policy(
-    pathlib.Path(options.path),
+    None,
     lm,
     tokenizer=None,
     eos_ids=tuple(eos) or (0,),  # only their number affects the program
@@ -111,7 +112,8 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   model = hf.to_transformer_config(hf_config)
   chip = chips.of_kind(mesh.devices.flat[0].device_kind)
   limit = chip and int(chip.pool * chips.device(chip).hbm_bytes)
-  settings = memory.with_logits_chunk(settings, model, limit)
+  chunk = memory.logits_chunk(model, limit)
+  settings = completed(settings, Facts(logits_chunk=chunk))
   # Device rewards and stop strings need the tokenizer.
   if settings.reward.on_device or settings.sampling.stop:
     policy = setup.open_policy(settings)._replace(lm=policy.lm)

@@ -14,6 +14,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime.processes import distributed
 from grpojax.training import policies
+from grpojax.training.files.model_files import find_files
 from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.step import difficulty
 
@@ -51,7 +52,7 @@ def drawn(settings_with, one_device):
     difficulty__uniform=0.1,
     difficulty__importance_weights=True,
   )
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policies.open_policy(find_files("arithmetic-instruct"))
   tx = optimizer(settings)
   state = init_state({"w": np.zeros(2)}, tx, jax.random.key(0))
   state = state.replace(difficulty=difficulty.init_rates(settings, EXAMPLES))

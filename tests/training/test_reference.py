@@ -15,6 +15,7 @@ from grpojax.models import sharding
 from grpojax.runtime import checkpoint
 from grpojax.runtime.files import run_storage
 from grpojax.training import policies
+from grpojax.training.files.model_files import find_files
 from grpojax.training.step import reference
 
 
@@ -182,7 +183,7 @@ def test_a_hint_is_part_of_the_reference_prompt(settings_with, toy_model, mesh):
     data__template="{prompt}",
     loss__beta=1.0,
   )
-  policy = policies.open_policy(str(toy_model))
+  policy = policies.open_policy(find_files(str(toy_model)))
   read_prompts = reference.make_read_prompts(settings, policy, mesh)
   examples = [{"prompt": "1+2=", "answer": 3}, {"prompt": "40+2="}]
   read = read_prompts(examples)

@@ -4,8 +4,7 @@ At its start a run records `commits`, lines KIND:ORG/NAME@REVISION=COMMIT. They
 are used when the run is resumed, evaluated or exported, even if a branch moved.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from grpojax.data.datasets import HUB
@@ -13,15 +12,8 @@ from grpojax.models import huggingface as hf
 from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.files import hub
 from grpojax.training.settings import mixtures
+from grpojax.training.settings.facts import commits_in
 from grpojax.training.settings.run import TrainSettings
-
-
-def _commits(lines: Any) -> dict[str, str]:
-  """Returns commits by "KIND:ORG/NAME@REVISION"; ignores damaged lines."""
-  if not isinstance(lines, (list, tuple)):
-    return {}
-  pairs = [line.split("=") for line in lines if isinstance(line, str)]
-  return dict(pair for pair in pairs if len(pair) == 2)
 
 
 def _repositories(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
@@ -47,7 +39,7 @@ def _model(settings: TrainSettings) -> str:
 def pinned(settings: TrainSettings, text: str, kind: str = "model") -> str:
   """Returns a Hub name with its recorded commit; other texts stay the same."""
   name = hub.parse(text)
-  commit = _commits(settings.commits).get(f"{kind}:{name}")
+  commit = commits_in(settings.commits).get(f"{kind}:{name}")
   return f"{name.id}@{commit}" if name and commit else text
 
 
@@ -68,39 +60,26 @@ def data_options(
   return dict(options) | ({"revision": repository.revision} if known else {})
 
 
-def _add(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
-  """Adds commits that the settings lack; keeps existing commits."""
-  commits = {**commits, **_commits(settings.commits)}
-  lines = sorted(f"{key}={commit}" for key, commit in commits.items())
-  return dataclasses.replace(settings, commits=tuple(lines))
-
-
-def with_commits(
-  settings: TrainSettings, commits: Sequence[str]
-) -> TrainSettings:
-  """Adds a run's recorded commits of repositories that are still in use."""
-  if not commits:
-    return settings
+def in_use(settings: TrainSettings, lines: Any) -> dict[str, str]:
+  """Returns recorded commits of the repositories that the settings name."""
   repositories = _repositories(settings)
-  in_use = {k: c for k, c in _commits(commits).items() if k in repositories}
-  return _add(settings, in_use)
+  return {k: c for k, c in commits_in(lines).items() if k in repositories}
 
 
-def pin(settings: TrainSettings) -> TrainSettings:
-  """Adds the current commits of all repositories on the Hub.
+def pin(settings: TrainSettings) -> dict[str, str]:
+  """Returns the settings' commits and the current ones of other repositories.
 
   ValueError if the Hub does not answer, or if a local model has a revision.
   """
-  before = _commits(settings.commits)
-  commits = {}
+  commits = commits_in(settings.commits)
   for key, (kind, name) in _repositories(settings).items():
     is_path = kind == "model" and hf.exists(name.id)
     # Recorded commits stay, even if the branch has moved.
-    if key not in before and not is_path:
+    if key not in commits and not is_path:
       commits[key] = hub.commit(name, kind)
   path = settings.model.path
   revision = settings.model.revision
   if revision and hf.exists(path):
     remedy = f"is for models on the Hub, but {path} is a directory: use ''"
     raise ValueError(config_error("model.revision", revision, remedy))
-  return _add(settings, commits) if commits else settings
+  return commits

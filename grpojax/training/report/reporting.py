@@ -319,8 +319,8 @@ def finish(
     if distributed.is_main():  # left incomplete by a killed start
       run_directory.remove_model(run.directory)
     whole = policies.whole_params(run.policy, params)
-    source = run.policy.directory
-    keys = run.policy.ignore_keys
+    source = run.policy.files.directory
+    keys = run.policy.files.ignore_keys
     hf.save(model, whole, source, dtype="float32", ignore_keys=keys)
   return distributed.on_main(lambda: _summarize(run, progress, steps, step))
 

@@ -277,8 +277,8 @@ def run(
       after SIGTERM, 130 after Ctrl-C.
   """
   with command_line.usage_errors():
-    settings = open_run.settle(settings, directory)
-    if settings is None:
+    facts = open_run.settle(settings, directory)
+    if facts is None:
       return None
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
@@ -298,7 +298,7 @@ def run(
 
     try:
       run, state, tx, progress, checkpointer = open_run.open_all(
-        settings, directory, stack, check_signals, sync, progress_screen
+        settings, facts, directory, stack, check_signals, sync, progress_screen
       )
       with profiling.opened(
         settings.profile.steps, directory, int(state.step)

@@ -16,7 +16,7 @@ from grpojax.models import sharding
 from grpojax.runtime.cli.configs import config_error
 from grpojax.statistics import group_size
 from grpojax.training import policies
-from grpojax.training.files import hub_pins
+from grpojax.training.files.model_files import files_of, policy_files
 from grpojax.training.policies import Policy
 from grpojax.training.settings.run import AUTO, TrainSettings
 
@@ -44,9 +44,9 @@ def make_mesh(
 def open_policy(settings: TrainSettings) -> Policy:
   """Opens the model without weights; ValueError if unsuitable for the loss."""
   model = settings.model
-  path = hub_pins.model(settings)
+  files = policy_files(settings)
   policy = policies.open_policy(
-    path, model.dtype, model.remat, model.attention, model.ignore_keys
+    files, model.dtype, model.remat, model.attention
   )
   check_model(settings, policy.lm)
   return policies.with_stop(policy, settings.sampling.stop)
@@ -57,10 +57,10 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
   model = settings.model
   if not model.teacher:
     return policy
-  path = hub_pins.pinned(settings, model.teacher)
   try:
+    files = files_of(settings, model.teacher)
     teacher = policies.open_policy(
-      path, model.dtype, "none", model.attention, model.ignore_keys
+      files, model.dtype, attention=model.attention
     )
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
       raise ValueError(

@@ -9,6 +9,7 @@ import jax
 from grpojax.core.types import Params, TrainState
 from grpojax.runtime.terminal.screen import Screen
 from grpojax.training.data import splits
+from grpojax.training.files.model_files import ModelFiles
 from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import scoring
@@ -17,12 +18,13 @@ from grpojax.training.step import scoring
 class Run(NamedTuple):
   """Inputs and resources of a run, the same in all steps."""
 
-  settings: TrainSettings  # with date, commits and prompt length
+  settings: TrainSettings  # completed with the facts of the start
   directory: pathlib.Path
   policy: Policy  # with weights only between `check` and `start`
   mesh: jax.sharding.Mesh
   train: splits.Split
   held_out: splits.Split
+  reward_model: ModelFiles | None = None
   reward_pool: scoring.RewardPool | None = None  # set by `check`
   shardings: TrainState | None = None  # of the state; set by `start`
   ref_params: Params | None = None  # fixed reference, if any
