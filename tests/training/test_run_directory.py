@@ -8,6 +8,7 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
+from ml_collections import ConfigDict
 
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import configs

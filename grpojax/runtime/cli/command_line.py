@@ -14,6 +14,7 @@ literal of the default's type, and never evaluated.
 import ast
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,6 +120,19 @@ def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     else:
       path = match[2] if match[1] else words.pop(0)
   return path, other_words
+
+
+def typed(argv: Sequence[str], name: str) -> str | None:
+  """Returns the last text of a setting in `argv`, before other flags are known.
+
+  It may choose the default config; `parse` reports mistakes.
+  """
+  text = None
+  for word, following in itertools.pairwise([*argv, None]):
+    flag, equals, value = word.partition("=")
+    if re.fullmatch(rf"--?({CONFIG})?{re.escape(name)}", flag):
+      text = value if equals else following
+  return text
 
 
 class _Names:
