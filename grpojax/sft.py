@@ -45,7 +45,7 @@ from grpojax.runtime.cli.settings import free_section, section, setting
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.text import tokenization
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
-from grpojax.training.files.model_files import find_model, pinned
+from grpojax.training.files.sources import find_model, pinned
 from grpojax.training.run import memory
 
 _count = functools.partial(setting, within=ONE_OR_MORE)

@@ -56,7 +56,7 @@ from grpojax.runtime.files import disk, records, run_storage
 from grpojax.runtime.processes import distributed, interrupts
 from grpojax.training.config import SETTINGS, from_config, parse_job
 from grpojax.training.evaluation import evaluation
-from grpojax.training.files import hub_pins, run_directory
+from grpojax.training.files import run_directory, sources
 from grpojax.training.run import fit
 from grpojax.training.settings.run import TrainSettings
 
@@ -129,7 +129,7 @@ def group_size_line(summary: Mapping[str, Any]) -> str:
 def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:
   """Returns shell commands that use a finished run, by purpose."""
   run = os.fspath(run)
-  start = hub_pins.model(settings)
+  start = sources.policy_path(settings)
   name = os.path.basename(run.rstrip("/")) or "run"
   words = {
     "look at it": ["report", run],

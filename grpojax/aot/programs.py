@@ -21,8 +21,8 @@ from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.files import gguf_directory, hub
 from grpojax.training import policies
 from grpojax.training.data import prompts, splits
-from grpojax.training.files import hub_pins
-from grpojax.training.files.model_files import find_model
+from grpojax.training.files import sources
+from grpojax.training.files.sources import find_model
 from grpojax.training.policies import Policy
 from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
@@ -85,7 +85,7 @@ def teacher_shape(settings: TrainSettings) -> TransformerConfig | None:
   """Returns the sizes of the teacher, if any."""
   if not settings.model.teacher:
     return None
-  path = hub_pins.pinned(settings, settings.model.teacher)
+  path = sources.recorded(settings, settings.model.teacher)
   return hf.to_transformer_config(read_model(path, settings.model.ignore_keys))
 
 
@@ -106,7 +106,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   the data cannot be read.
   """
   ignore_keys = settings.model.ignore_keys
-  hf_config = read_model(hub_pins.model(settings), ignore_keys)
+  hf_config = read_model(sources.policy_path(settings), ignore_keys)
   platform = mesh.devices.flat[0].platform
   policy = _policy(settings, hf_config, platform)
   model = hf.to_transformer_config(hf_config)
@@ -124,7 +124,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   params = sharding.placed(whole, mesh)
   ref_params = None
   if settings.model.teacher:
-    path = hub_pins.pinned(settings, settings.model.teacher)
+    path = sources.recorded(settings, settings.model.teacher)
     teacher_config = read_model(path, ignore_keys)
     teacher = _policy(settings, teacher_config, platform)
     policy = policy._replace(teacher=teacher)

@@ -22,6 +22,7 @@ from grpojax.training.files import run_directory
 from grpojax.training.report import reporting
 from grpojax.training.report.progress import Progress
 from grpojax.training.run import fit, start
+from grpojax.training.settings.facts import Facts
 from grpojax.training.settings.run import TrainSettings
 
 PARTS = {
@@ -38,7 +39,7 @@ def default_job(settings: TrainSettings) -> subject.Rows:
     temporary = stack.enter_context(tempfile.TemporaryDirectory())
     directory = pathlib.Path(temporary)
     with command_line.usage_errors():
-      run = start.check(settings, directory, stack, lambda: None)
+      run = start.check(settings, Facts(), directory, stack, lambda: None)
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory))
     )

@@ -35,7 +35,7 @@ from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run, samples
-from grpojax.training.files.model_files import find_model
+from grpojax.training.files.sources import find_model
 
 _TITLES = {
   "base": "plain text",

@@ -25,7 +25,7 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.text import stop_strings, tokenization
-from grpojax.training.files.model_files import ModelFiles, find_files
+from grpojax.training.files.sources import ModelFiles, find_files
 
 
 class Policy(NamedTuple):

@@ -14,7 +14,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime.processes import distributed
 from grpojax.training import policies
-from grpojax.training.files.model_files import find_files
+from grpojax.training.files.sources import find_files
 from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.step import difficulty
 

@@ -16,7 +16,7 @@ from grpojax.models.huggingface import gguf_file
 from grpojax.runtime.files import gguf_directory
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
-from grpojax.training.files.model_files import find_model, policy_files
+from grpojax.training.files.sources import files_of, find_model
 from grpojax.training.run import run_models
 
 gguf = pytest.importorskip("gguf")
@@ -409,7 +409,7 @@ def test_programs_accept_gguf_files(tmp_path, file, settings_with):
   config.model.path, config.rows = str(file), 1
   config.format = "dialogue"
   settings = settings_with(model__path=str(file))
-  assert run_models._base(settings, policy_files(settings)) == (str(file), None)
+  assert run_models._base(settings, files_of(settings)) == (str(file), None)
   (tmp_path / "source").mkdir()
   same(sft.start(config, tmp_path / "source")[1], params)
   (out / hf.weights.SINGLE).unlink()

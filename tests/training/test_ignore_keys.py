@@ -11,7 +11,7 @@ import pytest
 from grpojax import chat, evaluate, export, sft
 from grpojax.aot import programs
 from grpojax.models import huggingface as hf
-from grpojax.training.files.model_files import files_of
+from grpojax.training.files.sources import files_of
 from grpojax.training.run import setup
 from grpojax.training.step import scoring
 

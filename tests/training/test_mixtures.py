@@ -13,8 +13,7 @@ from grpojax.runtime.cli import configs
 from grpojax.training import policies
 from grpojax.training.config import from_config
 from grpojax.training.data import prompts, splits
-from grpojax.training.data.mixtures import metrics
-from grpojax.training.files.model_files import find_files
+from grpojax.training.files.sources import find_files
 from grpojax.training.settings import mixtures
 from grpojax.training.settings.run import TrainSettings
 
@@ -51,7 +50,7 @@ def test_metrics_by_data_set(settings_with):
   settings = settings_with(**mixture(**dict.fromkeys("abc", {"name": "gsm8k"})))
   examples = [{SOURCE: name} for name in "abab"]
   rewards = np.array([[1, 0], [np.nan, 1], [1, 1], [np.nan, np.nan]])
-  assert metrics(settings, examples, rewards) == {
+  assert mixtures.metrics(settings, examples, rewards) == {
     "a/prompts": 2,
     "a/reward_mean": 0.75,
     "a/zero_variance_groups": 0.5,
@@ -59,10 +58,10 @@ def test_metrics_by_data_set(settings_with):
     "b/reward_mean": 1.0,
     "b/zero_variance_groups": 1.0,
   }
-  assert metrics(TrainSettings(), examples, rewards) == {}
-  alone = metrics(settings, examples, rewards[:, :1])
+  assert mixtures.metrics(TrainSettings(), examples, rewards) == {}
+  alone = mixtures.metrics(settings, examples, rewards[:, :1])
   assert alone["b/zero_variance_groups"] == 0
-  none = metrics(settings, examples[:1], np.array([[np.nan]]))
+  none = mixtures.metrics(settings, examples[:1], np.array([[np.nan]]))
   assert none == {"a/prompts": 1, "a/zero_variance_groups": 0}
 
 

@@ -12,7 +12,7 @@ from grpojax.core.decoding.sampling import NEGATIVE
 from grpojax.core.types import Rollout
 from grpojax.models import huggingface as hf
 from grpojax.training import policies
-from grpojax.training.files.model_files import ModelFiles, find_files
+from grpojax.training.files.sources import ModelFiles, find_files
 
 
 def test_a_policy_decodes_texts_without_eos(toy_model):

@@ -10,7 +10,7 @@ from grpojax.data import drawn
 from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
-from grpojax.training.files.model_files import find_files
+from grpojax.training.files.sources import find_files
 
 
 @pytest.fixture(scope="module")

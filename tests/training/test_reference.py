@@ -15,7 +15,7 @@ from grpojax.models import sharding
 from grpojax.runtime import checkpoint
 from grpojax.runtime.files import run_storage
 from grpojax.training import policies
-from grpojax.training.files.model_files import find_files
+from grpojax.training.files.sources import find_files
 from grpojax.training.step import reference
 
 

@@ -21,7 +21,7 @@ from grpojax.runtime.terminal import screen
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
 from grpojax.training.data import splits
-from grpojax.training.files.model_files import ModelFiles
+from grpojax.training.files.sources import ModelFiles
 from grpojax.training.report import run_report
 from grpojax.training.run import open_run, start
 from grpojax.training.settings.facts import Facts
@@ -223,7 +223,8 @@ def test_the_date_is_pinned_if_the_template_uses_it(
   shown, settings_with, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(tokenization, "asks_for_date", lambda tokenizer: shown)
-  run = start.read_inputs(settings_with(steps=1), tmp_path, today="1 May 2031")
+  inputs = settings_with(steps=1), Facts(), tmp_path
+  run = start.read_inputs(*inputs, today="1 May 2031")
   options = {"date_string": "1 May 2031"} if shown else {}
   assert run.settings.data.template_options == options
 

@@ -315,7 +315,9 @@ def test_values_of_settings_precede_facts(settings_with):
 def test_a_resumed_run_keeps_its_date_and_commits(tmp_path, monkeypatch):
   settings = TrainSettings()
   commits = {"model:a/b@main": "0" * 40}
-  monkeypatch.setattr(open_run.hub_pins, "pin", lambda s: commits_in(s.commits))
+  monkeypatch.setattr(
+    open_run.sources, "all_commits", lambda s: commits_in(s.commits)
+  )
   assert open_run.settle(settings, tmp_path) == Facts()
   facts = Facts(date="26 Jul 2024", prompt_length=300)
   run_directory.open_run(tmp_path, completed(settings, facts))

@@ -12,8 +12,8 @@ from grpojax import sft
 from grpojax.aot import programs
 from grpojax.training import config as config_module
 from grpojax.training import policies
-from grpojax.training.files import hub_pins
-from grpojax.training.files.model_files import (
+from grpojax.training.files import sources
+from grpojax.training.files.sources import (
   files_of,
   find_files,
   find_model,
@@ -80,7 +80,7 @@ def test_local_paths_take_precedence_over_hub_names(
   assert find_files(ID).name is None
   assert not served.log
   with pytest.raises(ValueError, match="is for models on the Hub, but"):
-    hub_pins.pin(settings_with(model__path=ID, model__revision="v1"))
+    sources.all_commits(settings_with(model__path=ID, model__revision="v1"))
 
 
 def test_errors_for_unknown_paths_and_hub_names(served):
@@ -121,27 +121,27 @@ LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
 
 
 def with_commits(settings):
-  return completed(settings, Facts(hub_pins.pin(settings)))
+  return completed(settings, Facts(sources.all_commits(settings)))
 
 
 def test_a_config_is_pinned_once(served, settings_with):
-  assert hub_pins.pin(settings_with()) == {} and not served.log
+  assert sources.all_commits(settings_with()) == {} and not served.log
   served.add("org/judge", texts(served), branch="v1")
   settings = settings_with(model__path=ID, reward__model="org/judge@v1")
   whole = with_commits(settings)
   assert whole.commits == LINES and settings.commits == ()
-  assert hub_pins.model(settings) == ID
-  assert hub_pins.model(whole) == f"{ID}@{COMMIT}"
-  assert hub_pins.pinned(whole, "org/judge@v1") == f"org/judge@{COMMIT}"
+  assert sources.policy_path(settings) == ID
+  assert sources.policy_path(whole) == f"{ID}@{COMMIT}"
+  assert sources.recorded(whole, "org/judge@v1") == f"org/judge@{COMMIT}"
   move(served)
   before = len(served.log)
-  recorded = Facts(hub_pins.in_use(settings, whole.commits))
+  recorded = Facts(sources.commits_in_use(settings, whole.commits))
   again = completed(settings, recorded)
   assert again == whole == with_commits(again) and len(served.log) == before
-  assert hub_pins.pin(settings)[f"model:{ID}@main"] == LATER
+  assert sources.all_commits(settings)[f"model:{ID}@main"] == LATER
   other = settings_with(model__path=ID, model__revision=LATER)
-  assert hub_pins.in_use(other, whole.commits) == {}
-  assert hub_pins.model(with_commits(other)) == f"{ID}@{LATER}"
+  assert sources.commits_in_use(other, whole.commits) == {}
+  assert sources.policy_path(with_commits(other)) == f"{ID}@{LATER}"
   judge = files_of(whole, "org/judge@v1")
   assert judge.name == ("org/judge", COMMIT)
 
@@ -149,19 +149,19 @@ def test_a_config_is_pinned_once(served, settings_with):
 def test_hub_data_are_pinned(served, settings_with):
   served.add("org/sums", {"README.md": b"sums"}, kind="datasets")
   served.add("org/sums", {}, LATER, kind="datasets", branch="v2")
-  settings = settings_with(data__name=hub_pins.HUB, data__path="org/sums")
-  args = hub_pins.HUB, "org/sums"
+  settings = settings_with(data__name=sources.HUB, data__path="org/sums")
+  args = sources.HUB, "org/sums"
   whole = with_commits(settings)
   assert whole.commits == (f"dataset:org/sums@main={COMMIT}",)
-  assert hub_pins.data_options(settings, *args, {}) == {}
-  sized = hub_pins.data_options(whole, *args, {"size": 3})
+  assert sources.data_options(settings, *args, {}) == {}
+  sized = sources.data_options(whole, *args, {"size": 3})
   assert sized == {"size": 3, "revision": COMMIT}
-  assert hub_pins.data_options(whole, "jsonl", "org/sums", {}) == {}
-  sums = {"name": hub_pins.HUB, "path": "org/sums"}
+  assert sources.data_options(whole, "jsonl", "org/sums", {}) == {}
+  sums = {"name": sources.HUB, "path": "org/sums"}
   sums |= {"options": {"revision": "v2"}}
   whole = with_commits(settings_with(data__mixture=ConfigDict({"sums": sums})))
   assert whole.commits == (f"dataset:org/sums@v2={LATER}",)
-  options = hub_pins.data_options(whole, *args, {"revision": "v2"})
+  options = sources.data_options(whole, *args, {"revision": "v2"})
   assert options == {"revision": LATER}
 
 

@@ -24,7 +24,7 @@ from grpojax.data.pipeline import Mixture, Part
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training.data import prompts
-from grpojax.training.files import hub_pins, run_directory
+from grpojax.training.files import run_directory, sources
 from grpojax.training.policies import Policy
 from grpojax.training.settings import batches, mixtures
 from grpojax.training.settings.run import TrainSettings
@@ -77,7 +77,7 @@ def load_examples(settings: TrainSettings, split: str) -> Any:
     selection = {"seed": settings.seed}
 
   def load(name, path, options):
-    options = hub_pins.data_options(settings, name, path, options)
+    options = sources.data_options(settings, name, path, options)
     return datasets.load(name, split, path, options, **selection)
 
   for name, source in mixtures.sources(settings).items():

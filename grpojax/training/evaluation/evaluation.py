@@ -28,10 +28,10 @@ from grpojax.runtime.terminal.screen import printable
 from grpojax.statistics import intervals
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
 from grpojax.training import policies
-from grpojax.training.data import mixtures
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
 from grpojax.training.policies import Policy
+from grpojax.training.settings import mixtures
 from grpojax.training.settings.facts import Facts, completed
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import scoring

@@ -2,7 +2,7 @@
 
 Metrics are named by the code that computes them: `rollout`, `update` and the
 losses in `core`, `statistics.diagnostics`, `advantage_errors`, `training.step`,
-`training.data.mixtures`, `training.run.fit`, and `evaluation.numbers`.
+`training.settings.mixtures`, `training.run.fit`, and `evaluation.numbers`.
 `reports.metric_groups` gives titles to some of them.
 """
 

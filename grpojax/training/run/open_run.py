@@ -34,8 +34,8 @@ from grpojax.runtime.text import tokenization
 from grpojax.runtime.text.chat_template import DATE
 from grpojax.training.config import to_config
 from grpojax.training.data import splits
-from grpojax.training.files import hub_pins, run_directory
-from grpojax.training.files.model_files import find_model, hub_name
+from grpojax.training.files import run_directory, sources
+from grpojax.training.files.sources import find_model, hub_name
 from grpojax.training.report import reporting
 from grpojax.training.report.progress import Progress, from_notes
 from grpojax.training.run import start
@@ -60,7 +60,7 @@ def recorded(settings: TrainSettings, directory: pathlib.Path) -> Facts:
   if not isinstance(length, int) or not run_directory.has_begun(directory):
     length = 0
   return Facts(
-    hub_pins.in_use(settings, saved.config.get("commits")),
+    sources.commits_in_use(settings, saved.config.get("commits")),
     values.get(f"data.template_options.{DATE}"),
     length,
   )
@@ -89,7 +89,7 @@ def settle(settings: TrainSettings, directory: pathlib.Path) -> Facts | None:
     if run_directory.is_finished(directory, resumed):
       return None
     disk.check_keeps_runs(directory, "--run_dir")
-    return facts._replace(commits=hub_pins.pin(resumed))._asdict()
+    return facts._replace(commits=sources.all_commits(resumed))._asdict()
 
   facts = distributed.on_main(known)
   return None if facts is None else Facts(**facts)
@@ -179,7 +179,7 @@ def open_all(
     today = distributed.on_main(tokenization.today)
     with distributed.agreed():
       # Check everything, and that all processes read the same examples.
-      run = start.check(settings, directory, stack, check_signals, facts, today)
+      run = start.check(settings, facts, directory, stack, check_signals, today)
     examples = {
       f"the {name} split": f"{count} examples\nfingerprint {checksum}"
       for name, (count, checksum) in _fingerprints(run).items()

@@ -18,10 +18,10 @@ from grpojax.training import policies
 from grpojax.training.config import from_config
 from grpojax.training.evaluation import best as best_lib
 from grpojax.training.files import run_directory
-from grpojax.training.files.model_files import (
+from grpojax.training.files.sources import (
   ModelFiles,
+  files_of,
   find_files,
-  policy_files,
 )
 from grpojax.training.report import progress
 from grpojax.training.run import setup
@@ -206,7 +206,7 @@ def export(
       raise ValueError(f"--adapter needs checkpoints: {run} has only a model")
     hf.save(out, hf.load_params(finished), finished, dtype=dtype)
     return f"the finished model of {run}"
-  files = policy_files(settings)
+  files = files_of(settings)
   step, params = load_params(path, settings, files, step, host_device(), best)
   alpha = settings.lora.alpha
   if adapter:

@@ -16,7 +16,7 @@ from grpojax.models import sharding
 from grpojax.runtime.cli.configs import config_error
 from grpojax.statistics import group_size
 from grpojax.training import policies
-from grpojax.training.files.model_files import files_of, policy_files
+from grpojax.training.files.sources import files_of
 from grpojax.training.policies import Policy
 from grpojax.training.settings.run import AUTO, TrainSettings
 
@@ -44,7 +44,7 @@ def make_mesh(
 def open_policy(settings: TrainSettings) -> Policy:
   """Opens the model without weights; ValueError if unsuitable for the loss."""
   model = settings.model
-  files = policy_files(settings)
+  files = files_of(settings)
   policy = policies.open_policy(
     files, model.dtype, model.remat, model.attention
   )

@@ -20,7 +20,7 @@ from grpojax.runtime.terminal import trackers
 from grpojax.runtime.text import tokenization
 from grpojax.training.data import prompts, splits
 from grpojax.training.files import run_directory
-from grpojax.training.files.model_files import files_of
+from grpojax.training.files.sources import files_of
 from grpojax.training.policies import check_positions
 from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
@@ -31,8 +31,6 @@ from grpojax.training.step import difficulty, episodes, reference, scoring
 from grpojax.training.step.run import Run
 from grpojax.training.step.sampling import make_sampler
 
-_NOTHING = Facts()
-
 LARGE = 50_000_000  # number of parameters from which learning rates are checked
 FAR = 50  # a warning is printed from this factor above the usual learning rate
 LOW = 10  # a warning is printed from this factor below the usual learning rate
@@ -40,19 +38,19 @@ LOW = 10  # a warning is printed from this factor below the usual learning rate
 
 def check(
   settings: TrainSettings,
+  facts: Facts,
   directory: pathlib.Path,
   stack: contextlib.ExitStack,
   check_signals: Callable[[], None],
-  facts: Facts = _NOTHING,
   today: str | None = None,
 ) -> Run:
   """Loads models and rewards, and reads all prompts of finite data sets.
 
   Writes nothing; all errors are ValueErrors. The stack will end the reward
   workers and leave the mesh. `check_signals` is called during long reads and
-  may raise; `facts` are known already; `today` is the date for chat templates.
+  may raise; `facts` are known before; `today` is the date for chat templates.
   """
-  run = read_inputs(settings, directory, check_signals, facts, today)
+  run = read_inputs(settings, facts, directory, check_signals, today)
   settings = run.settings
   policy = run.policy
   mesh = run.mesh
@@ -82,9 +80,9 @@ def check(
 
 def read_inputs(
   settings: TrainSettings,
+  facts: Facts,
   directory: pathlib.Path,
   check_signals: Callable[[], None] = lambda: None,
-  facts: Facts = _NOTHING,
   today: str | None = None,
 ) -> Run:
   """Reads and checks all inputs except weights, the first part of `check`."""

@@ -32,7 +32,7 @@ from grpojax.rewards import groups
 from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import abandon
 from grpojax.training import policies
-from grpojax.training.data import mixtures
+from grpojax.training.settings import mixtures
 from grpojax.training.settings.batches import own_sampling_mesh
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import (

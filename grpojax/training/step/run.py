@@ -9,7 +9,7 @@ import jax
 from grpojax.core.types import Params, TrainState
 from grpojax.runtime.terminal.screen import Screen
 from grpojax.training.data import splits
-from grpojax.training.files.model_files import ModelFiles
+from grpojax.training.files.sources import ModelFiles
 from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import scoring

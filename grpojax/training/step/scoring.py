@@ -32,7 +32,7 @@ from grpojax.rewards.worker import LARGEST
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
-from grpojax.training.files.model_files import ModelFiles
+from grpojax.training.files.sources import ModelFiles
 from grpojax.training.settings import mixtures
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes
