@@ -178,7 +178,9 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
   with command_line.usage_errors():
     for run in runs:  # check all of them before training starts
       path = directory / "runs" / run.name
-      run_directory.check(path, completed(run, open_run.recorded(run, path)))
+      run_directory.check(
+        path, completed(run, open_run.recorded_facts(run, path))
+      )
       if not run_directory.is_finished(path):
         unfinished.append(run)
     (directory / "logs").mkdir(exist_ok=True)

@@ -76,12 +76,10 @@ def parse_job(
   from own_model.py, with the learning rate `LORA_RATE` for adapters.
   """
   model = command_line.typed_text(argv, "model.path")
+  rank = command_line.typed_text(argv, "lora.rank")
   bundled = model is None or model in os.listdir(hf.ASSETS)
   job = default_job("arithmetic" if bundled else "own_model")
-  if not bundled and command_line.typed_text(argv, "lora.rank") not in (
-    None,
-    "0",
-  ):
+  if not bundled and rank not in (None, "0"):
     job.optim.learning_rate = LORA_RATE
   return command_line.parse(argv, flags, declared, about, lambda: job)
 

@@ -50,7 +50,7 @@ _ON_HUB = "from the Hub"  # the commit is the same in all processes
 # Facts of the start.
 
 
-def recorded(settings: TrainSettings, directory: pathlib.Path) -> Facts:
+def recorded_facts(settings: TrainSettings, directory: pathlib.Path) -> Facts:
   """Returns the facts in a run's config that hold for these settings."""
   saved = run_directory.saved(directory)
   if not saved:
@@ -83,7 +83,7 @@ def settle(settings: TrainSettings, directory: pathlib.Path) -> Facts | None:
     distributed.check_same(**files)
 
   def known() -> dict[str, Any] | None:
-    facts = recorded(settings, directory)
+    facts = recorded_facts(settings, directory)
     resumed = completed(settings, facts)
     run_directory.check(directory, resumed)
     if run_directory.is_finished(directory, resumed):
@@ -106,14 +106,11 @@ def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
 def _files(settings: TrainSettings) -> dict[str, str]:
   """Maps files that may differ between hosts to their texts or hashes."""
   model = settings.model
-  paths = filter(None, (model.path, model.teacher, settings.reward.model))
-  files = {
-    f"the model in {path}": (
-      _ON_HUB if hub_name(path) else fingerprint(find_model(path))
-    )
-    for path in paths
-  }
-  return files | _user_files(settings)
+  files = _user_files(settings)
+  for path in filter(None, (model.path, model.teacher, settings.reward.model)):
+    text = _ON_HUB if hub_name(path) else fingerprint(find_model(path))
+    files[f"the model in {path}"] = text
+  return files
 
 
 def _user_files(settings: TrainSettings) -> dict[str, str]:
