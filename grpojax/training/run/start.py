@@ -48,7 +48,7 @@ def check(
 
   Writes nothing; all errors are ValueErrors. The stack will end the reward
   workers and leave the mesh. `check_signals` is called during long reads and
-  may raise; `facts` are known before; `today` is the date for chat templates.
+  may raise. `facts` are known from before; `today` is the date for templates.
   """
   run = read_inputs(settings, facts, directory, check_signals, today)
   settings = run.settings
