@@ -34,14 +34,13 @@ from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.terminal.screen import printable
-from grpojax.training import policies, run_models
+from grpojax.training import policies
 from grpojax.training.config import SETTINGS, from_config
 from grpojax.training.data import prompts, splits
 from grpojax.training.policies import Policy
-from grpojax.training.report import sample_rows
-from grpojax.training.run import memory
+from grpojax.training.run import memory, run_models
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import episodes, sampling, scoring
+from grpojax.training.step import episodes, sample_rows, sampling, scoring
 
 NEW, QUIT = "/new", "/quit"
 HELP = f"each line is a prompt; {NEW} clears the history, {QUIT} ends the chat"
@@ -145,9 +144,7 @@ def _fit_prompt(
   """
   _, ids = prompts.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
-  policies.check_positions(
-    policy.directory, len(ids), new_tokens, policy.ignore_keys
-  )
+  policies.check_positions(policy.files, len(ids), new_tokens)
   length = settings.data.max_prompt_length or 32
   while length < len(ids):
     length *= 2

@@ -36,11 +36,11 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.terminal import screen
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
-from grpojax.training import policies, run_models
+from grpojax.training import policies
 from grpojax.training.config import SETTINGS, from_config
-from grpojax.training.data import mixtures
 from grpojax.training.evaluation import evaluation
-from grpojax.training.run import memory
+from grpojax.training.run import memory, run_models
+from grpojax.training.settings import mixtures
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes, sampling, scoring
 from grpojax.training.step.draws import Source

@@ -21,7 +21,7 @@ from grpojax.models.config import DTYPES
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk
-from grpojax.training.run_models import export, host_device
+from grpojax.training.run.run_models import export, host_device
 
 FLAGS = {
   "model": setting("", "run directory, its gs:// URL, or a model to copy"),

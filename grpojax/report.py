@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
-from grpojax.runtime.files import disk, records
+from grpojax.runtime.files import disk, records, run_storage
 from grpojax.runtime.terminal.screen import printable
+from grpojax.training.files import run_directory
 from grpojax.training.report import run_report
-from grpojax.training.run import run_directory, run_storage
 
 FLAGS = {"out": setting("", 'HTML file; "" = report.html (in RUN if only one)')}
 SETTINGS = None

@@ -52,11 +52,11 @@ from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.kernel_attention import kernel_attention
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
-from grpojax.runtime.files import disk, records
+from grpojax.runtime.files import disk, records, run_storage
 from grpojax.runtime.files.run_lock import LOCK
 from grpojax.runtime.processes import distributed
 from grpojax.training.config import default_config, from_config
-from grpojax.training.run import run_directory, run_storage
+from grpojax.training.files import run_directory
 from grpojax.training.settings.run import TrainSettings
 
 FIGURES = pathlib.Path(__file__).parent / "assets" / "cpu_logprobs.json"

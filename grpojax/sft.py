@@ -45,7 +45,7 @@ from grpojax.runtime.cli.settings import free_section, section, setting
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.text import tokenization
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
-from grpojax.training import policies
+from grpojax.training.files.sources import find_model, pinned
 from grpojax.training.run import memory
 
 _count = functools.partial(setting, within=ONE_OR_MORE)
@@ -313,7 +313,7 @@ def start(config: ConfigDict, source: pathlib.Path):
   """
   examples = load_examples(config)
   if config.model.path:
-    directory = policies.find_model(config.model.path)
+    directory = find_model(config.model.path)
     hf.copy_files(directory, source)
   else:
     directory = source
@@ -348,7 +348,7 @@ def main(argv: list[str]) -> None:
           f"{out} exists already: remove it, or use another --out"
         )
       disk.check_writable(out, "--out")
-      config.model.path = policies.pinned(config.model.path)  # for sft.json
+      config.model.path = pinned(config.model.path)  # for sft.json
       lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     tokens = config.rows * config.row_length

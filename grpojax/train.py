@@ -25,7 +25,7 @@ The default config is configs/arithmetic.py, or configs/own_model.py if you set
                         size
     profile/            trace of some steps (profile.steps)
 
-DIR may be gs://BUCKET/DIR (see `grpojax.training.run.run_storage`).
+DIR may be gs://BUCKET/DIR (see `grpojax.runtime.files.run_storage`).
 
 The same command resumes a run; it leaves a finished run unchanged. A resumed
 run accepts new values of settings that do not affect past steps: steps (more
@@ -52,11 +52,12 @@ from grpojax.models import huggingface as hf
 from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
-from grpojax.runtime.files import disk, records
+from grpojax.runtime.files import disk, records, run_storage
 from grpojax.runtime.processes import distributed, interrupts
 from grpojax.training.config import SETTINGS, from_config, parse_job
 from grpojax.training.evaluation import evaluation
-from grpojax.training.run import fit, hub_pins, run_directory, run_storage
+from grpojax.training.files import run_directory, sources
+from grpojax.training.run import fit
 from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {
@@ -128,7 +129,7 @@ def group_size_line(summary: Mapping[str, Any]) -> str:
 def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:
   """Returns shell commands that use a finished run, by purpose."""
   run = os.fspath(run)
-  start = hub_pins.model(settings)
+  start = sources.policy_path(settings)
   name = os.path.basename(run.rstrip("/")) or "run"
   words = {
     "look at it": ["report", run],

@@ -6,7 +6,7 @@ import pytest
 
 from grpojax import bench
 from grpojax.benchmarks import configured, side_by_side
-from grpojax.training.data import mixtures
+from grpojax.training.settings import mixtures
 
 WRONG = {
   "": "give --workload, one of fixed, .* or --config=FILE",

@@ -17,10 +17,11 @@ from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import weights_out
 from grpojax.runtime import checkpoint
 from grpojax.runtime.text import tokenization
-from grpojax.training import run_models
 from grpojax.training.config import default_config, from_config
-from grpojax.training.optimizer import optimizer
-from grpojax.training.run import run_directory, setup
+from grpojax.training.files import run_directory
+from grpojax.training.files.sources import files_of
+from grpojax.training.run import run_models, setup
+from grpojax.training.settings.optimizer import optimizer
 
 MODEL = "arithmetic-instruct"
 
@@ -182,5 +183,7 @@ def test_a_checkpoint_deleted_meanwhile_is_replaced_by_a_newer_one(
 
   monkeypatch.setattr(checkpoint, "restore_policy", restore_policy)
   settings = from_config(run_directory.read_config(run.path))
-  loaded = run_models.load_params(tmp_path / "run", settings)
+  loaded = run_models.load_params(
+    tmp_path / "run", settings, files_of(settings)
+  )
   assert loaded[0] == newest + 1

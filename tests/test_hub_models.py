@@ -11,7 +11,7 @@ from run_helpers import rows_of, untimed
 
 from grpojax import export, train
 from grpojax.models import huggingface as hf
-from grpojax.training import run_models
+from grpojax.training.run import run_models
 
 pytestmark = pytest.mark.slow
 ID = "org/tiny"

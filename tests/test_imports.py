@@ -47,6 +47,10 @@ MAY_IMPORT["benchmarks"] = MAY_IMPORT["compile"] = {*STUDIES, "aot"}
 MAY_IMPORT["translate"] = {*STUDIES, "translation"}
 MAY_IMPORT["bench"] = {*MAY_IMPORT["benchmarks"], "benchmarks"}
 MAY_IMPORT["selfcheck"] = MAY_IMPORT["bench"]
+LAYERS = (
+  "settings config files policies data step evaluation report run".split()
+)
+"""Parts of training, each of which imports only itself and parts before it."""
 CORE_MAY_IMPORT = ("jax", "numpy", "optax", "flax.struct", "jaxtyping")
 HEAVY = ("grain", "tensorflow_datasets", "transformers", "orbax")
 
@@ -95,6 +99,21 @@ def test_imports_follow_the_rule(path):
     allowed = (*CORE_MAY_IMPORT, "grpojax.core", *sys.stdlib_module_names)
     wrong = [name for name in names if not within(name, allowed)]
     assert not wrong, f"grpojax.core must not import {wrong}"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_of_training_import_no_later_layer(layer):
+  training = PACKAGE / "training"
+  later = LAYERS[LAYERS.index(layer) + 1 :]
+  names = [f"grpojax.training.{part}" for part in later]
+  paths = [training / f"{layer}.py", *(training / layer).glob("*.py")]
+  wrong = {
+    path.name: ours
+    for path in filter(pathlib.Path.exists, paths)
+    if (ours := [name for name in imported(path) if within(name, names)])
+  }
+  assert not wrong
+  assert {path.stem for path in training.glob("[!_]*")} == {*LAYERS}
 
 
 def test_import_grpojax_loads_no_heavy_library():

@@ -1,7 +1,6 @@
 """Lowers the programs of a training run on shapes alone."""
 
 import os
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +21,13 @@ from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.files import gguf_directory, hub
 from grpojax.training import policies
 from grpojax.training.data import prompts, splits
-from grpojax.training.optimizer import optimizer
+from grpojax.training.files import sources
+from grpojax.training.files.sources import find_model
 from grpojax.training.policies import Policy
-from grpojax.training.run import hub_pins, memory, setup
+from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
+from grpojax.training.settings.facts import Facts, completed
+from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import device, host, sampling
 from grpojax.training.step.batch import aggregation, make_batch_program
@@ -51,7 +53,7 @@ def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
   ValueError if the file is missing or does not describe a model.
   """
   if not os.path.isfile(path) or gguf_directory.is_named(path):
-    path = policies.find_model(path, hub.CONFIG)
+    path = find_model(path, hub.CONFIG)
   return hf.read_config(path, ignore_keys)
 
 
@@ -77,7 +79,7 @@ def _policy(
   eos = hf_config.get("eos_token_id")
   eos = [i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int]
   return Policy(
-    pathlib.Path(settings.model.path),
+    None,
     decoder(settings, model, mesh),
     tokenizer=None,
     eos_ids=tuple(eos) or (0,),  # only their number affects the program
@@ -104,11 +106,12 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   the data cannot be read.
   """
   ignore_keys = settings.model.ignore_keys
-  hf_config = read_model(hub_pins.model(settings), ignore_keys)
+  hf_config = read_model(sources.policy_path(settings), ignore_keys)
   policy = _policy(settings, hf_config, mesh)
   chip = chips.of_kind(mesh.devices.flat[0].device_kind)
   limit = chip and int(chip.pool * chip.hbm_bytes)
-  settings = memory.with_logits_chunk(settings, policy.shape, limit)
+  chunk = memory.logits_chunk(policy.shape, limit)
+  settings = completed(settings, Facts(logits_chunk=chunk))
   # Device rewards and stop strings need the tokenizer.
   if settings.reward.on_device or settings.sampling.stop:
     policy = setup.open_policy(settings)._replace(lm=policy.lm)
@@ -119,7 +122,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   params = sharding.placed(whole, mesh)
   ref_params = None
   if settings.model.teacher:
-    path = hub_pins.pinned(settings, settings.model.teacher)
+    path = sources.recorded(settings, settings.model.teacher)
     teacher_config = read_model(path, ignore_keys)
     teacher = _policy(settings, teacher_config, mesh)
     policy = policy._replace(teacher=teacher)

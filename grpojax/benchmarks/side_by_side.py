@@ -16,11 +16,13 @@ import jax
 from grpojax.benchmarks import clock, configured, subject, workloads
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import command_line, configs
-from grpojax.runtime.files import records
+from grpojax.runtime.files import records, run_storage
 from grpojax.training.config import to_config
+from grpojax.training.files import run_directory
 from grpojax.training.report import reporting
-from grpojax.training.run import fit, run_directory, run_storage, start
-from grpojax.training.run.progress import Progress
+from grpojax.training.report.progress import Progress
+from grpojax.training.run import fit, start
+from grpojax.training.settings.facts import Facts
 from grpojax.training.settings.run import TrainSettings
 
 PARTS = {
@@ -37,7 +39,7 @@ def default_job(settings: TrainSettings) -> subject.Rows:
     temporary = stack.enter_context(tempfile.TemporaryDirectory())
     directory = pathlib.Path(temporary)
     with command_line.usage_errors():
-      run = start.check(settings, directory, stack, lambda: None)
+      run = start.check(settings, Facts(), directory, stack, lambda: None)
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory))
     )

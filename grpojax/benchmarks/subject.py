@@ -22,8 +22,8 @@ from grpojax.core.random_keys import seed_key
 from grpojax.core.types import LM, Params, Prompts
 from grpojax.models import lora
 from grpojax.runtime.text import tokenization
-from grpojax.training.optimizer import optimizer
 from grpojax.training.run import setup
+from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.step import device, host, reference, scoring
 from grpojax.training.step.extension import Inputs
 

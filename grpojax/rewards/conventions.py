@@ -36,6 +36,7 @@ TRL = ("prompts", "completions", "completion_ids")
 VERL = ("solution_str",)
 OURS = ("prompt", "completion", "example")
 
+CORRECT = 1.0  # minimum reward of a correct completion
 STATE = "trainer_state"
 IDS = "completion_ids"
 

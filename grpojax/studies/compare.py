@@ -40,6 +40,7 @@ from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config, to_config
 from grpojax.training.run import start
 from grpojax.training.settings import batches
+from grpojax.training.settings.facts import Facts
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import TrainSettings
 
@@ -149,7 +150,7 @@ def _unreadable(config: ConfigDict) -> list[str]:
     checked.append(inputs)
     try:
       with contextlib.redirect_stdout(None):  # it is also in the run's log
-        start.read_inputs(run, pathlib.Path(run.name))
+        start.read_inputs(run, Facts(), pathlib.Path(run.name))
     except ValueError as error:
       wrong.append(f"arm {arm!r}: {error}")
   return wrong

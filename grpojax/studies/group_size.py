@@ -44,6 +44,7 @@ from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config
 from grpojax.training.data import prompts, splits
 from grpojax.training.run import setup
+from grpojax.training.settings.facts import Facts, completed
 from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import draws, sampling, scoring
 
@@ -168,7 +169,8 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   )
   sampling_key, tangents_key = jax.random.split(seed_key(settings.seed))
   split = splits.load_split(settings, policy, "train")
-  settings = splits.with_prompt_length(settings, split)
+  longest = splits.longest_prompt(split)
+  settings = completed(settings, Facts(prompt_length=longest))
   batches = prompts.training_batches(
     settings, policy, split.examples, p.group_size
   )

@@ -35,7 +35,7 @@ from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run, samples
-from grpojax.training import policies
+from grpojax.training.files.sources import find_model
 
 _TITLES = {
   "base": "plain text",
@@ -98,7 +98,7 @@ def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
       yield key, f"must be at most {most}, the number of questions"
   for name in ("base", "instruct"):
     try:
-      policies.find_model(config[name])
+      find_model(config[name])
     except ValueError as error:
       yield name, f"{error}"
 

@@ -28,7 +28,9 @@ from grpojax.runtime.files import disk, records
 from grpojax.runtime.processes import interrupts
 from grpojax.runtime.terminal import pictures
 from grpojax.statistics.intervals import mean_interval
-from grpojax.training.run import fit, open_run, run_directory
+from grpojax.training.files import run_directory
+from grpojax.training.run import fit, open_run
+from grpojax.training.settings.facts import completed
 from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {"run_dir": setting("", 'output directory; "" = runs/NAME')}
@@ -176,7 +178,9 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
   with command_line.usage_errors():
     for run in runs:  # check all of them before training starts
       path = directory / "runs" / run.name
-      run_directory.check(path, open_run.as_begun(run, path))
+      run_directory.check(
+        path, completed(run, open_run.recorded_facts(run, path))
+      )
       if not run_directory.is_finished(path):
         unfinished.append(run)
     (directory / "logs").mkdir(exist_ok=True)

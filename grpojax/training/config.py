@@ -5,7 +5,6 @@ Config files and command lines fill an `ml_collections.ConfigDict`, which
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Mapping, Sequence
 
@@ -76,14 +75,13 @@ def parse_job(
   Defaults come from the bundled config arithmetic.py for bundled models, else
   from own_model.py, with the learning rate `LORA_RATE` for adapters.
   """
-  parse = functools.partial(command_line.parse, argv, flags, declared, about)
-  config, values = parse(default_job)
-  if config.model.path in os.listdir(hf.ASSETS):
-    return config, values
-  job = default_job("own_model")
-  if config.lora.rank:
+  model = command_line.typed_text(argv, "model.path")
+  rank = command_line.typed_text(argv, "lora.rank")
+  bundled = model is None or model in os.listdir(hf.ASSETS)
+  job = default_job("arithmetic" if bundled else "own_model")
+  if not bundled and rank not in (None, "0"):
     job.optim.learning_rate = LORA_RATE
-  return parse(lambda: job)
+  return command_line.parse(argv, flags, declared, about, lambda: job)
 
 
 def from_config(config: ConfigDict) -> TrainSettings:

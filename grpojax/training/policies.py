@@ -8,7 +8,6 @@ constant. With LoRA the reference is the model without adapters, `params = {}`.
 import dataclasses
 import functools
 import math
-import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,15 +24,14 @@ from grpojax.models import lora
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 from grpojax.runtime.cli.configs import config_error
-from grpojax.runtime.files import hub
 from grpojax.runtime.text import stop_strings, tokenization
-from grpojax.training.run import run_directory, run_storage
+from grpojax.training.files.sources import ModelFiles, find_files
 
 
 class Policy(NamedTuple):
   """A model with its tokenizer."""
 
-  directory: pathlib.Path  # source of the model
+  files: ModelFiles | None  # its source
   lm: LM  # functions that take the whole model's parameters
   tokenizer: Any  # a transformers tokenizer
   eos_ids: tuple[int, ...]  # ids that end a completion
@@ -44,8 +42,6 @@ class Policy(NamedTuple):
   shape: TransformerConfig | None = None  # sizes and options of the model
   vmappable: bool = True  # True if `jax.vmap` accepts the model's functions
   teacher: "Policy | None" = None  # reference if it is a different model
-  name: hub.Name | None = None  # name and commit on the Hub
-  ignore_keys: tuple[str, ...] = ()  # unknown keys in config.json
   stop: StopTable | None = None  # stop strings
 
   @property
@@ -54,45 +50,20 @@ class Policy(NamedTuple):
     return Ends(self.eos_ids, self.stop)
 
 
-def find_model(
-  path: str | pathlib.Path, files: Sequence[str] = hub.WHOLE
-) -> pathlib.Path:
-  """Returns the directory of a model, downloaded if necessary.
-
-  `path` is a model directory, a finished run, a .gguf file, a bundled model's
-  name or, if no such path exists, ORG/NAME[@REVISION] on the Hugging Face Hub
-  (only `files` are downloaded). ValueError if there is no model.
-  """
-  name = hub.parse(path)
-  on_hub = name is not None and not hf.exists(path)
-  copy = hub.fetch(name, files) if on_hub else run_storage.local(path)
-  with run_storage.naming(copy, str(name if on_hub else path)):
-    return hf.resolve(copy if on_hub else run_directory.model_directory(copy))
-
-
-def pinned(path: str) -> str:
-  """Adds the current commit to a name on the Hub; paths stay unchanged."""
-  name = None if hf.exists(path) else hub.parse(path)
-  return f"{name.id}@{hub.commit(name)}" if name else path
-
-
 def open_policy(
-  path: str,
+  files: ModelFiles,
   dtype: str = "float32",
   remat: str = "none",
   attention: str = "auto",
-  ignore_keys: Sequence[str] = (),
 ) -> Policy:
   """Opens a model without its weights.
 
-  See `find_model` for `path`, `transformer` for `remat` and `attention`, and
-  `hf.read_config` for `ignore_keys`; the model computes in `dtype`. ValueError
-  for an unsupported config or tokenizer.
+  See `transformer` for `remat` and `attention`; the model computes in `dtype`.
+  ValueError for an unsupported config or tokenizer.
   """
-  path = pinned(path)
-  directory = find_model(path, hub.TEXTS)
-  tokenizer = tokenization.load(directory)
-  config = hf.to_transformer_config(hf.read_config(directory, ignore_keys))
+  directory = files.directory
+  tokenizer = files.tokenizer
+  config = hf.to_transformer_config(files.config)
   if config.labels:
     raise ValueError(
       f"the model in {directory} is a sequence classifier, which generates no "
@@ -102,15 +73,13 @@ def open_policy(
   gaps = tokenization.gaps(tokenizer, config.vocab_size, eos_ids)
   options = {"dtype": jnp.dtype(dtype), "remat": remat, "attention": attention}
   return Policy(
-    directory,
+    files,
     transformer(dataclasses.replace(config, gaps=gaps), **options),
     tokenizer,
     eos_ids,
     tokenization.pad_id(tokenizer),
     shape=config,
     vmappable=not config.experts,
-    name=None if hf.exists(path) else hub.parse(path),
-    ignore_keys=tuple(ignore_keys),
   )
 
 
@@ -130,25 +99,22 @@ def with_stop(policy: Policy, strings: Sequence[str]) -> Policy:
 
 
 def check_positions(
-  directory: pathlib.Path,
-  prompt_tokens: int,
-  new_tokens: int,
-  ignore_keys: Sequence[str] = (),
+  files: ModelFiles, prompt_tokens: int, new_tokens: int
 ) -> None:
   """Raises ValueError if texts may exceed a model's maximum position.
 
   With scaled RoPE it only warns: the config may have the limit before scaling.
   """
-  hf_config = hf.read_config(directory, ignore_keys)
-  limit = hf_config.get("max_position_embeddings") or math.inf
+  limit = files.config.get("max_position_embeddings") or math.inf
   if prompt_tokens + new_tokens <= limit:
     return
   message = (
     f"a prompt of {prompt_tokens} tokens (data.max_prompt_length) and a "
     f"completion of {new_tokens} (sampling.max_new_tokens) exceed the {limit} "
-    f"positions of {directory} (max_position_embeddings in its config.json)"
+    f"positions of {files.directory} (max_position_embeddings in its "
+    "config.json)"
   )
-  if hf.to_transformer_config(hf_config).rope.factor == 1:
+  if hf.to_transformer_config(files.config).rope.factor == 1:
     raise ValueError(f"{message}: lower one of these two settings")
   print(f"warning: {message}")
 
@@ -163,17 +129,15 @@ def with_weights(
   `shardings` maps abstract parameters to shardings; None uses one device.
   ValueError if the weights do not match the model or the download fails.
   """
-  directory = policy.directory
-  if policy.name:
-    directory = hub.fetch(policy.name, hub.WHOLE)
-  keys = policy.ignore_keys
+  directory = policy.files.with_weights()
+  keys = policy.files.ignore_keys
   params = hf.load_params(directory, jnp.dtype(dtype), shardings, keys)
   return policy._replace(params=params)
 
 
 def load_policy(path: str, dtype: str = "float32") -> Policy:
   """Loads a model with float32 parameters, to compute in `dtype`."""
-  return with_weights(open_policy(path, dtype))
+  return with_weights(open_policy(find_files(path), dtype))
 
 
 def with_adapters(

@@ -8,7 +8,8 @@ import pytest
 from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.training.config import to_config
-from grpojax.training.run import fit, run_directory
+from grpojax.training.files import run_directory
+from grpojax.training.run import fit
 
 
 def write_run(settings, directory, rewards, accuracy, **columns):

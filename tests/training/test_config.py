@@ -280,11 +280,13 @@ def test_another_model_has_another_default_job():
   job = parsed(model, "--config.seed=3")
   assert (job.name, job.seed, job.model.path) == ("own_model", 3, "org/model")
   assert job.optim.learning_rate == 1e-6
+  assert parsed("-model.path", "org/model").name == "own_model"
   lora = model, "--config.lora.rank=8"
   assert parsed(*lora).optim.learning_rate == 1e-5
   changed = parsed(*lora, "--config.optim.learning_rate=3e-6")
   assert changed.optim.learning_rate == 3e-6
   assert parsed("--config.model.path=arithmetic-base").name == "arithmetic"
+  assert parsed(model, "--model.path=arithmetic-base").name == "arithmetic"
   assert parsed().model.path == "arithmetic-careless"
   assert default_config().model.path != "arithmetic-careless"
   assert parsed("--config=gsm8k", model).name == "gsm8k"

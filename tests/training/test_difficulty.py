@@ -16,7 +16,8 @@ from grpojax.models import huggingface as hf
 from grpojax.rewards import groups
 from grpojax.runtime.processes import distributed
 from grpojax.training import policies
-from grpojax.training.optimizer import optimizer
+from grpojax.training.files.sources import find_files
+from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.step import scoring
 from grpojax.training.step.extension import Drawn, Inputs, extended
 from grpojax.training.step.extensions import difficulty
@@ -55,7 +56,7 @@ def drawn(settings_with, one_device, monkeypatch):
     difficulty__uniform=0.1,
     difficulty__importance_weights=True,
   )
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policies.open_policy(find_files("arithmetic-instruct"))
   tx = optimizer(settings)
   state = init_state({"w": np.zeros(2)}, tx, jax.random.key(0))
   inputs = Inputs(*(settings, policy, tx, None, one_device), examples=EXAMPLES)

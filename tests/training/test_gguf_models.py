@@ -15,7 +15,9 @@ from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import gguf_file
 from grpojax.runtime.files import gguf_directory
 from grpojax.runtime.text import tokenization
-from grpojax.training import policies, run_models
+from grpojax.training import policies
+from grpojax.training.files.sources import files_of, find_model
+from grpojax.training.run import run_models
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 281
@@ -196,7 +198,7 @@ def same(one, other):
 def test_config_and_weights_round_trip(written, name, monkeypatch):
   monkeypatch.setattr(hf.weights, "_BLOCK", 1000)  # several per tensor
   config, params = model = make(name)
-  made = policies.find_model(written(model, name))
+  made = find_model(written(model, name))
   shape = hf.to_transformer_config(hf.read_config(made))
   assert shape == hf.to_transformer_config(config)
   same(hf.load_params(made), params)
@@ -214,7 +216,7 @@ def test_logits_equal_those_of_transformers(written, name, form, bpe):
   )
   ids = np.random.default_rng(0).integers(0, len(bpe), (1, 9))
   logits = theirs(torch.tensor(ids)).logits[0, -1].detach().numpy()
-  lm, params = hf.load(policies.find_model(file))
+  lm, params = hf.load(find_model(file))
   prefix = lm.prefill(params, jnp.asarray(ids), jnp.ones(ids.shape, bool))
   ours = lm.unembed(params, prefix.last_hidden)[0]
   np.testing.assert_allclose(ours, logits, atol=1e-4)
@@ -232,7 +234,7 @@ def encoded(written):
   """`(**keys)` -> a file's directory, its tokenizer, ids of `TEXTS`."""
 
   def encoded(**keys):
-    made = policies.find_model(written(**keys))
+    made = find_model(written(**keys))
     tokenizer = tokenization.load(made)
     return made, tokenizer, [tokenizer(x).input_ids for x in TEXTS]
 
@@ -324,18 +326,18 @@ REFUSED = [
 @pytest.mark.parametrize("keys, message", REFUSED)
 def test_unknown_keys_and_values_are_refused(written, cache, keys, message):
   with pytest.raises(ValueError, match=message):
-    policies.find_model(written(**keys))
+    find_model(written(**keys))
   assert not cache.exists()
 
 
 def test_other_rope_factors_are_refused(written):
   model = make("llama_3", rope_scaling=LLAMA3 | {"low_freq_factor": 2.0})
   with pytest.raises(ValueError, match="other than Llama 3.1's"):
-    policies.find_model(written(model, "llama_3"))
+    find_model(written(model, "llama_3"))
 
 
 def test_wrong_tensors_and_numbers_are_named(file, written):
-  made = policies.find_model(file)
+  made = find_model(file)
   data = file.read_bytes()
   name = "model.layers.1.mlp.up_proj.weight"
   tensor = gguf_file.read(file).tensors["blk.1.ffn_up.weight"]
@@ -349,22 +351,22 @@ def test_wrong_tensors_and_numbers_are_named(file, written):
   written(form="F16", **{L + "rope.freq_base": 7.0})
   with pytest.raises(ValueError, match="changed after config.json was made"):
     hf.load_params(made)  # the directory of the old file
-  assert policies.find_model(file) != made
+  assert find_model(file) != made
 
 
 def test_a_directory_is_cached_and_repaired(file, cache):
-  made = policies.find_model(file)
-  assert cache in made.parents and policies.find_model(file) == made
+  made = find_model(file)
+  assert cache in made.parents and find_model(file) == made
   before = {path.name: path.read_bytes() for path in made.iterdir()}
   gguf_directory._directory.cache_clear()
   (made / "config.json").write_text("{")
   (made / hf.GGUF).unlink()
-  assert policies.find_model(file) == made
+  assert find_model(file) == made
   assert {path.name: path.read_bytes() for path in made.iterdir()} == before
   gguf_directory._directory.cache_clear()
   cache.rename(cache.with_name("other"))
   cache.write_text("no directory")  # also stops root
-  elsewhere = policies.find_model(file)
+  elsewhere = find_model(file)
   assert cache not in elsewhere.parents
   assert (elsewhere / "config.json").read_bytes() == before["config.json"]
   same(hf.load_params(elsewhere), policies.load_policy(str(file)).params)
@@ -376,7 +378,7 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
   (package / "__init__.py").write_text("raise SystemError")
   file.rename(package / "a.gguf")
   monkeypatch.syspath_prepend(tmp_path)
-  made = policies.find_model("package:some_models/a.gguf")
+  made = find_model("package:some_models/a.gguf")
   assert (made / hf.GGUF).samefile(package / "a.gguf")
   for path, message in {
     "package:some_models/b.gguf": r"the package has \['a.gguf'\]",
@@ -388,14 +390,14 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
     "y" * 300 + ".gguf": "is no file",  # too long
   }.items():
     with pytest.raises(ValueError, match=message):
-      policies.find_model(path)
+      find_model(path)
 
 
 @pytest.mark.slow
 def test_programs_accept_gguf_files(tmp_path, file, settings_with):
   assert programs.read_model(str(file))["hidden_size"] == 64
   loaded, params = run_models.load(str(file))
-  assert loaded.name is None and not run_models.is_run(str(file))
+  assert loaded.files.name is None and not run_models.is_run(str(file))
   run_models.export(str(file), tmp_path / "out")
   out = tmp_path / "out"
   names = {path.name for path in out.iterdir()}
@@ -407,7 +409,7 @@ def test_programs_accept_gguf_files(tmp_path, file, settings_with):
   config.model.path, config.rows = str(file), 1
   config.format = "dialogue"
   settings = settings_with(model__path=str(file))
-  assert run_models._base(settings) == (str(file), None)
+  assert run_models._base(settings, files_of(settings)) == (str(file), None)
   (tmp_path / "source").mkdir()
   same(sft.start(config, tmp_path / "source")[1], params)
   (out / hf.weights.SINGLE).unlink()

@@ -11,6 +11,7 @@ import pytest
 from grpojax import chat, evaluate, export, sft
 from grpojax.aot import programs
 from grpojax.models import huggingface as hf
+from grpojax.training.files.sources import files_of
 from grpojax.training.run import setup
 from grpojax.training.step import scoring
 
@@ -37,7 +38,9 @@ def open_policies(settings):
 
 def open_run(settings):
   mesh = setup.make_mesh(settings)
-  scoring.open_model(settings, mesh)
+  if settings.reward.model:
+    judge = files_of(settings, settings.reward.model)
+    scoring.open_model(settings, judge, mesh)
   return programs.open_run(settings, mesh)
 
 

@@ -16,8 +16,9 @@ from grpojax.core.types import Prompts
 from grpojax.core.update import make_update
 from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime.files import records
-from grpojax.training.optimizer import optimizer
-from grpojax.training.run import memory, run_directory, setup
+from grpojax.training.files import run_directory
+from grpojax.training.run import memory, setup
+from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.step.batch import make_batch_program
 
 B = 8
@@ -159,15 +160,10 @@ def test_four_devices_divide_activations_and_gradients(settings_with):
   "gib, vocab, chunk",
   [(15.75, 152064, 512), (75, 152064, 4096), (2**-20, 50, 1), (None, 50, 256)],
 )
-def test_logits_take_at_most_a_tenth_of_a_device(
-  gib, vocab, chunk, settings_with
-):
+def test_logits_take_at_most_a_tenth_of_a_device(gib, vocab, chunk):
   limit = None if gib is None else int(gib * 2**30)
   model = dataclasses.replace(MODEL, vocab_size=vocab)
-  for setting, expected in (0, chunk), (16, 16):
-    settings = settings_with(**SIZES | {"logits_chunk": setting})
-    filled = memory.with_logits_chunk(settings, model, limit)
-    assert filled.optim.update.chunk_size == expected
+  assert memory.logits_chunk(model, limit) == chunk
   if chunk > 1 and limit:  # twice as many would take more
     assert 12 * chunk * vocab <= limit / 10 < 2 * 12 * chunk * vocab
 

@@ -12,7 +12,9 @@ from grpojax.data.examples import SOURCE
 from grpojax.runtime.cli import configs
 from grpojax.training import policies
 from grpojax.training.config import from_config
-from grpojax.training.data import mixtures, prompts, splits
+from grpojax.training.data import prompts, splits
+from grpojax.training.files.sources import find_files
+from grpojax.training.settings import mixtures
 from grpojax.training.settings.run import TrainSettings
 
 
@@ -77,7 +79,7 @@ def files(write_data):
 def test_long_prompts_of_each_data_set_are_refused_or_dropped(
   files, settings_with
 ):
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policies.open_policy(find_files("arithmetic-instruct"))
   changes = files | {"data__max_prompt_length": 14}
   settings = settings_with(**changes)
   with pytest.raises(ValueError, match="train nines split: 5 of 12 prompts"):

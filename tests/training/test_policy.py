@@ -12,6 +12,7 @@ from grpojax.core.decoding.sampling import NEGATIVE
 from grpojax.core.types import Rollout
 from grpojax.models import huggingface as hf
 from grpojax.training import policies
+from grpojax.training.files.sources import ModelFiles, find_files
 
 
 def test_a_policy_decodes_texts_without_eos(toy_model):
@@ -83,9 +84,9 @@ def test_texts_beyond_the_positions_are_refused_or_warned_of(
   message = "exceed the 40 positions"
   if outcome == "refused":
     with pytest.raises(ValueError, match=f"{message}.*lower one"):
-      policies.check_positions(path, 30, tokens)
+      policies.check_positions(ModelFiles(path), 30, tokens)
   else:
-    policies.check_positions(path, 30, tokens)
+    policies.check_positions(ModelFiles(path), 30, tokens)
   assert (message in capsys.readouterr().out) == (outcome == "warned")
 
 
@@ -97,14 +98,14 @@ def with_adapters(policy, targets):
 
 @pytest.mark.slow
 def test_adapters_are_merged_in_float32(toy_model, tmp_path):
-  policy = policies.open_policy(str(toy_model), "bfloat16")
+  policy = policies.open_policy(find_files(str(toy_model)), "bfloat16")
   policy = policies.with_weights(policy, "bfloat16")
   policy = with_adapters(policy, "layers/(q|down)")
   rng = np.random.default_rng(0)
   small = lambda x: x + jnp.asarray(rng.normal(size=x.shape) * 1e-4, x.dtype)
   params = jax.tree.map(small, policy.params)
   whole = policies.whole_params(policy, params)
-  hf.save(tmp_path / "model", whole, policy.directory, dtype="float32")
+  hf.save(tmp_path / "model", whole, policy.files.directory, dtype="float32")
   saved = hf.load_params(tmp_path / "model")
   expected = jax.tree.map(lambda x: np.asarray(x, np.float64), policy.frozen)
   for name, x in params["layers"].items():

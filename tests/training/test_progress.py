@@ -7,11 +7,11 @@ import math
 import pytest
 
 from grpojax.training.config import default_config
+from grpojax.training.report import progress as lib
 from grpojax.training.report import reporting
+from grpojax.training.report.progress import Progress
 from grpojax.training.report.reporting import Eta
-from grpojax.training.run import progress as lib
 from grpojax.training.run import start
-from grpojax.training.run.progress import Progress
 
 GOOD = {
   "skipped_updates": 0,

@@ -10,11 +10,12 @@ from grpojax.data import drawn
 from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
+from grpojax.training.files.sources import find_files
 
 
 @pytest.fixture(scope="module")
 def policy():
-  return policies.open_policy("arithmetic-instruct")
+  return policies.open_policy(find_files("arithmetic-instruct"))
 
 
 @pytest.fixture
@@ -159,23 +160,16 @@ def test_trim_removes_shared_padding(longest, size):
   np.testing.assert_array_equal(result.targets["answer"], np.arange(3))
 
 
-def test_the_prompt_length_is_set_by_the_longest_prompt(
-  jsonl, settings_with, load
-):
+def test_the_prompt_length_is_set_by_the_longest_prompt(jsonl, load):
   jsonl["data__max_prompt_length"] = 0
-  settings = settings_with(**jsonl)
   train = load(**jsonl)
   test = load(**jsonl)
   short = test._replace(lengths=test.lengths[:4])
-  filled = splits_lib.with_prompt_length(settings, short, train)
-  assert filled.data.max_prompt_length == max(train.lengths) == 19
-  kept = settings_with(data__max_prompt_length=99)
-  assert splits_lib.with_prompt_length(kept, train) == kept
+  assert splits_lib.longest_prompt(short, train) == max(train.lengths) == 19
   # Endless data may have longer prompts than the measured prompts.
   endless = load(steps=1)
   assert len(endless.examples) == drawn.ENDLESS
-  filled = splits_lib.with_prompt_length(settings, test, endless)
-  assert filled.data.max_prompt_length == 32 > max(endless.lengths)
+  assert splits_lib.longest_prompt(test, endless) == 32 > max(endless.lengths)
 
 
 EXAMPLES = [{"prompt": "x" * (i % 5 + 1), "answer": str(i)} for i in range(10)]

@@ -13,8 +13,9 @@ from grpojax.core import meshes
 from grpojax.core.types import TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
+from grpojax.runtime.files import run_storage
 from grpojax.training import policies
-from grpojax.training.run import run_storage
+from grpojax.training.files.sources import find_files
 from grpojax.training.step import reference
 from grpojax.training.step.extension import Inputs, extended
 from grpojax.training.step.extensions import moving_reference
@@ -176,7 +177,7 @@ def test_a_hint_is_part_of_the_reference_prompt(settings_with, toy_model, mesh):
     data__template="{prompt}",
     loss__beta=1.0,
   )
-  policy = policies.open_policy(str(toy_model))
+  policy = policies.open_policy(find_files(str(toy_model)))
   read_prompts = reference.make_read_prompts(settings, policy, mesh)
   examples = [{"prompt": "1+2=", "answer": 3}, {"prompt": "40+2="}]
   read = read_prompts(examples)

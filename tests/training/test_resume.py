@@ -1,7 +1,6 @@
 """Runs that are opened, and resumed with other settings or data."""
 
 import contextlib
-import datetime
 import errno
 import json
 import re
@@ -22,8 +21,11 @@ from grpojax.runtime.terminal import screen
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
 from grpojax.training.data import splits
+from grpojax.training.files.sources import ModelFiles
 from grpojax.training.report import run_report
 from grpojax.training.run import open_run, start
+from grpojax.training.settings.facts import Facts
+from grpojax.training.step.run import Run
 
 
 def summary_of(run):
@@ -82,9 +84,9 @@ def test_changed_data_are_refused():
 
 
 def test_a_changed_chat_template_is_refused(settings_with, tmp_path):
-  policy = types.SimpleNamespace(directory=tmp_path)
+  policy = types.SimpleNamespace(files=ModelFiles(tmp_path), teacher=None)
   settings = settings_with(model__path="here")
-  run = types.SimpleNamespace(settings=settings, policy=policy)
+  run = Run(settings, tmp_path, policy, None, None, None)
   hashes = open_run._file_hashes.__wrapped__  # without type checks
   (tmp_path / "chat_template.jinja").write_text("old")
   before = hashes(run)
@@ -216,21 +218,15 @@ def test_more_steps_of_a_decayed_run_warn(schedule, settings_with, capsys):
     assert "the learning rate is 0.0001, not 0." in lines[2]
 
 
-DATED = "{{ strftime_now('%Y') }}{{ messages }}"
-
-
-def test_the_date_is_pinned_if_the_template_uses_it(settings_with):
-  opened = policies.open_policy("arithmetic-instruct")
-
-  def dated(template, today=None):
-    tokenizer = types.SimpleNamespace(chat_template=template)
-    policy = opened._replace(tokenizer=tokenizer)
-    settings = start._with_date(settings_with(), policy, today)
-    return settings.data.template_options.get("date_string")
-
-  assert dated("{{ messages }}", "01 May 2031") is None
-  assert dated(DATED, "01 May 2031") == "01 May 2031"
-  assert dated(DATED).endswith(datetime.datetime.now().strftime("%Y"))
+@pytest.mark.parametrize("shown", [False, True])
+def test_the_date_is_pinned_if_the_template_uses_it(
+  shown, settings_with, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(tokenization, "asks_for_date", lambda tokenizer: shown)
+  inputs = settings_with(steps=1), Facts(), tmp_path
+  run = start.read_inputs(*inputs, today="1 May 2031")
+  options = {"date_string": "1 May 2031"} if shown else {}
+  assert run.settings.data.template_options == options
 
 
 @pytest.mark.slow
@@ -280,7 +276,9 @@ def refused_at_the_start(settings, directory, text):
   with contextlib.ExitStack() as stack:
     with pytest.raises(SystemExit, match=text):
       quiet = screen.Screen()
-      open_run.open_all(settings, directory, stack, print, print, quiet)
+      open_run.open_all(
+        settings, Facts(), directory, stack, print, print, quiet
+      )
 
 
 def test_processes_with_different_examples_are_refused(
@@ -288,7 +286,7 @@ def test_processes_with_different_examples_are_refused(
 ):
   split = splits.Split([0] * 7, 0, "a")
   settings = settings_with()
-  run = start.Run(settings, tmp_path, None, None, split, split, None)
+  run = Run(settings, tmp_path, None, None, split, split, None)
   monkeypatch.setattr(start, "check", lambda *_: run)
   second = {"the train split": "7 examples\nfingerprint a"}
   second["the test split"] = "7 examples\nfingerprint b"

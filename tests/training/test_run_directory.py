@@ -8,12 +8,15 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
+from ml_collections import ConfigDict
 
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config, from_config
-from grpojax.training.run import open_run, run_directory
+from grpojax.training.files import run_directory
+from grpojax.training.run import open_run
+from grpojax.training.settings.facts import Facts, commits_in, completed
 from grpojax.training.settings.run import TrainSettings
 
 
@@ -292,24 +295,40 @@ def test_a_run_is_finished_by_its_summary_and_steps(tmp_path):
     assert run_directory.check(tmp_path, from_config(config))
 
 
+def test_values_of_settings_precede_facts(settings_with):
+  commit = f"model:a/b@main={'0' * 40}"
+  facts = Facts({"model:a/b@main": "1" * 40}, "26 Jul 2024", 300, 64)
+  settings = settings_with(data__max_prompt_length=0)
+  filled = completed(settings, facts)
+  assert filled.commits == (f"model:a/b@main={'1' * 40}",)
+  assert filled.data.template_options == {"date_string": "26 Jul 2024"}
+  assert filled.data.max_prompt_length == 300
+  assert filled.optim.update.chunk_size == 64
+  assert completed(settings, Facts()) == settings
+  changes = {"commits": (commit,), "logits_chunk": 16}
+  changes |= {"data__max_prompt_length": 99}
+  options = ConfigDict({"date_string": "27 Jul 2024"})
+  chosen = settings_with(**changes, data__template_options=options)
+  assert completed(chosen, facts) == chosen
+
+
 def test_a_resumed_run_keeps_its_date_and_commits(tmp_path, monkeypatch):
   settings = TrainSettings()
-  commit = f"model:a/b@main={'0' * 40}"
-  monkeypatch.setattr(open_run.hub_pins, "pin", lambda settings: settings)
-  assert open_run.settle(settings, tmp_path) == settings
-  began = run_directory.with_found(settings, "26 Jul 2024", 300)
-  run_directory.open_run(tmp_path, began)
+  commits = {"model:a/b@main": "0" * 40}
+  monkeypatch.setattr(
+    open_run.sources, "all_commits", lambda s: commits_in(s.commits)
+  )
+  assert open_run.settle(settings, tmp_path) == Facts()
+  facts = Facts(date="26 Jul 2024", prompt_length=300)
+  run_directory.open_run(tmp_path, completed(settings, facts))
   # Before the first step the data may change.
-  assert not open_run.settle(settings, tmp_path).data.max_prompt_length
+  assert not open_run.settle(settings, tmp_path).prompt_length
   checkpointed(tmp_path, 7)
-  assert open_run.settle(settings, tmp_path) == began
-  assert "date_string" not in settings.data.template_options
-  other = run_directory.with_found(settings, "27 Jul 2024")
-  assert run_directory.with_found(other, "26 Jul 2024") == other
+  assert open_run.settle(settings, tmp_path) == facts
+  other = completed(settings, Facts(date="27 Jul 2024"))
   with pytest.raises(ValueError, match="date_string"):
     open_run.settle(other, tmp_path)
   model = dataclasses.replace(settings.model, path="a/b")
   settings = dataclasses.replace(settings, model=model)
-  pinned = dataclasses.replace(settings, commits=(commit,))
-  run_directory.open_run(tmp_path / "hub", pinned)
-  assert open_run.settle(settings, tmp_path / "hub") == pinned
+  run_directory.open_run(tmp_path / "hub", completed(settings, Facts(commits)))
+  assert open_run.settle(settings, tmp_path / "hub") == Facts(commits)

@@ -11,10 +11,10 @@ import uuid
 import fsspec
 import pytest
 
-from grpojax.runtime.files import disk
+from grpojax.runtime.files import disk, run_storage
 from grpojax.runtime.processes import distributed, interrupts
 from grpojax.training.config import default_config, from_config
-from grpojax.training.run import open_run, run_storage
+from grpojax.training.run import open_run
 
 opened = run_storage.opened
 

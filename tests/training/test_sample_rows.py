@@ -11,7 +11,7 @@ from grpojax.core.types import Batch, Rollout
 from grpojax.rewards.groups import GroupRewards
 from grpojax.runtime.text import tokenization
 from grpojax.training.policies import Policy
-from grpojax.training.report import sample_rows
+from grpojax.training.step import sample_rows
 from grpojax.training.step.draws import Draw
 from grpojax.training.step.extension import Drawn, StepResult
 

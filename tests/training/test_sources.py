@@ -10,11 +10,17 @@ from ml_collections import ConfigDict
 
 from grpojax import sft
 from grpojax.aot import programs
-from grpojax.runtime.files import hub
 from grpojax.training import config as config_module
-from grpojax.training import policies, run_models
-from grpojax.training.run import hub_pins, setup, start
-from grpojax.training.step import scoring
+from grpojax.training import policies
+from grpojax.training.files import sources
+from grpojax.training.files.sources import (
+  files_of,
+  find_files,
+  find_model,
+  pinned,
+)
+from grpojax.training.run import run_models
+from grpojax.training.settings.facts import Facts, completed
 
 COMMIT = hub_server.COMMIT
 LATER = "b" * 40
@@ -24,7 +30,7 @@ ID = "org/tiny"
 @pytest.fixture(scope="module")
 def model():
   """A model directory."""
-  return policies.find_model(config_module.default_config().model.path)
+  return find_model(config_module.default_config().model.path)
 
 
 @pytest.fixture
@@ -47,14 +53,14 @@ def same(a, b):
 
 @pytest.mark.slow
 def test_weights_are_downloaded_later_at_the_same_commit(served, model):
-  opened = policies.open_policy(ID)
-  assert opened.name == (ID, COMMIT)
+  opened = policies.open_policy(find_files(ID))
+  assert opened.files.name == (ID, COMMIT)
   assert not [f for f in served.fetched() if f.endswith(".safetensors")]
   move(served)
   loaded = policies.with_weights(opened)
   same(loaded.params, policies.load_policy(str(model)).params)
   with pytest.raises(ValueError, match=f"no model at '{ID}@{LATER}'"):
-    policies.open_policy(ID)
+    find_files(ID)
   same(policies.load_policy(f"{ID}@{COMMIT}").params, loaded.params)
 
 
@@ -69,22 +75,22 @@ def test_local_paths_take_precedence_over_hub_names(
 ):
   pathlib.Path("org").mkdir()
   pathlib.Path(ID).symlink_to(model)
-  assert policies.find_model(ID).samefile(model)
-  assert policies.find_model(model.name) == model
-  assert policies.open_policy(ID).name is None
+  assert find_model(ID).samefile(model)
+  assert find_model(model.name) == model
+  assert find_files(ID).name is None
   assert not served.log
   with pytest.raises(ValueError, match="is for models on the Hub, but"):
-    hub_pins.pin(settings_with(model__path=ID, model__revision="v1"))
+    sources.all_commits(settings_with(model__path=ID, model__revision="v1"))
 
 
 def test_errors_for_unknown_paths_and_hub_names(served):
   with pytest.raises(ValueError, match="no such path here, and the Hub shows"):
-    policies.find_model("runs/nothing")
+    find_model("runs/nothing")
   with pytest.raises(ValueError, match="a directory .*or ORG/NAME of the Hug"):
-    policies.find_model("nothing")
+    find_model("nothing")
   served.add("org/gguf", {"model.gguf": b"1", "README.md": b"2"})
   with pytest.raises(ValueError, match="no model at 'org/gguf@main'"):
-    policies.find_model("org/gguf")
+    find_model("org/gguf")
   served.add("org/old", {"pytorch_model.bin": b"1"} | texts(served))
   with pytest.raises(ValueError, match="get the model as safetensors"):
     policies.load_policy("org/old")
@@ -106,54 +112,56 @@ def test_other_programs_accept_hub_names(served, model, tmp_path):
   same(params, whole)
   _, params = run_models.load(f"{ID}@{COMMIT}")
   same(params, whole)
-  assert (
-    policies.pinned(ID) == policies.pinned(f"{ID}@main") == f"{ID}@{COMMIT}"
-  )
+  assert pinned(ID) == pinned(f"{ID}@main") == f"{ID}@{COMMIT}"
   for path in (model.name, str(model), "gs://a/b", "nothing"):
-    assert policies.pinned(path) == path
+    assert pinned(path) == path
 
 
 LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
 
 
+def with_commits(settings):
+  return completed(settings, Facts(sources.all_commits(settings)))
+
+
 def test_a_config_is_pinned_once(served, settings_with):
-  plain = settings_with()
-  assert hub_pins.pin(plain) is plain and not served.log
+  assert sources.all_commits(settings_with()) == {} and not served.log
   served.add("org/judge", texts(served), branch="v1")
   settings = settings_with(model__path=ID, reward__model="org/judge@v1")
-  pinned = hub_pins.pin(settings)
-  assert pinned.commits == LINES and settings.commits == ()
-  assert hub_pins.model(settings) == ID
-  assert hub_pins.model(pinned) == f"{ID}@{COMMIT}"
-  assert hub_pins.pinned(pinned, "org/judge@v1") == f"org/judge@{COMMIT}"
+  whole = with_commits(settings)
+  assert whole.commits == LINES and settings.commits == ()
+  assert sources.policy_path(settings) == ID
+  assert sources.policy_path(whole) == f"{ID}@{COMMIT}"
+  assert sources.recorded(whole, "org/judge@v1") == f"org/judge@{COMMIT}"
   move(served)
   before = len(served.log)
-  again = hub_pins.with_commits(settings, pinned.commits)
-  assert again == pinned == hub_pins.pin(again) and len(served.log) == before
-  assert hub_pins.pin(settings).commits[1] == f"model:{ID}@main={LATER}"
+  recorded = Facts(sources.commits_in_use(settings, whole.commits))
+  again = completed(settings, recorded)
+  assert again == whole == with_commits(again) and len(served.log) == before
+  assert sources.all_commits(settings)[f"model:{ID}@main"] == LATER
   other = settings_with(model__path=ID, model__revision=LATER)
-  assert hub_pins.with_commits(other, pinned.commits).commits == ()
-  assert hub_pins.model(hub_pins.pin(other)) == f"{ID}@{LATER}"
-  assert hub_pins.with_commits(settings, ()) == settings
+  assert sources.commits_in_use(other, whole.commits) == {}
+  assert sources.policy_path(with_commits(other)) == f"{ID}@{LATER}"
+  judge = files_of(whole, "org/judge@v1")
+  assert judge.name == ("org/judge", COMMIT)
 
 
 def test_hub_data_are_pinned(served, settings_with):
   served.add("org/sums", {"README.md": b"sums"}, kind="datasets")
   served.add("org/sums", {}, LATER, kind="datasets", branch="v2")
-  settings = settings_with(data__name=hub_pins.HUB, data__path="org/sums")
-  args = hub_pins.HUB, "org/sums"
-  pinned = hub_pins.pin(settings)
-  assert pinned.commits == (f"dataset:org/sums@main={COMMIT}",)
-  assert hub_pins.data_options(settings, *args, {}) == {}
-  sized = hub_pins.data_options(pinned, *args, {"size": 3})
+  settings = settings_with(data__name=sources.HUB, data__path="org/sums")
+  args = sources.HUB, "org/sums"
+  whole = with_commits(settings)
+  assert whole.commits == (f"dataset:org/sums@main={COMMIT}",)
+  assert sources.data_options(settings, *args, {}) == {}
+  sized = sources.data_options(whole, *args, {"size": 3})
   assert sized == {"size": 3, "revision": COMMIT}
-  assert hub_pins.data_options(pinned, "jsonl", "org/sums", {}) == {}
-  sums = {"name": hub_pins.HUB, "path": "org/sums"}
+  assert sources.data_options(whole, "jsonl", "org/sums", {}) == {}
+  sums = {"name": sources.HUB, "path": "org/sums"}
   sums |= {"options": {"revision": "v2"}}
-  mixed = settings_with(data__mixture=ConfigDict({"sums": sums}))
-  pinned = hub_pins.pin(mixed)
-  assert pinned.commits == (f"dataset:org/sums@v2={LATER}",)
-  options = hub_pins.data_options(pinned, *args, {"revision": "v2"})
+  whole = with_commits(settings_with(data__mixture=ConfigDict({"sums": sums})))
+  assert whole.commits == (f"dataset:org/sums@v2={LATER}",)
+  options = sources.data_options(whole, *args, {"revision": "v2"})
   assert options == {"revision": LATER}
 
 
@@ -163,22 +171,3 @@ def test_hub_data_are_pinned(served, settings_with):
 def test_malformed_commits_are_refused(line, settings_with):
   with pytest.raises(ValueError, match="must be KIND:.* Runs fill it in"):
     settings_with(commits=(line,))
-
-
-def test_the_reward_model_is_read_at_its_commit(
-  model, monkeypatch, settings_with
-):
-  opened = policies.open_policy(str(model))
-  settings = settings_with(reward__model="org/judge@v1", commits=LINES)
-
-  def find(path, files=hub.WHOLE):
-    raise ValueError(f"{path} {len(files)}")
-
-  monkeypatch.setattr(policies, "find_model", find)
-  monkeypatch.setattr(start, "find_model", find)
-  whole = len(hub.WHOLE)
-  part = len(hub.TEXTS)
-  with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {whole}$"):
-    scoring.open_model(settings, setup.make_mesh(settings))
-  with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {part}$"):
-    start._with_date(settings, opened)

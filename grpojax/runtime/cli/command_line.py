@@ -14,6 +14,7 @@ literal of the default's type, and never evaluated.
 import ast
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,21 +105,17 @@ def expand_home(value: Any) -> Any:
   return value
 
 
-def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-  """Returns the FILE of the last --config=FILE, and all other arguments."""
-  path = None
-  other_words = []
-  words = list(argv)
-  while words:
-    word = words.pop(0)
-    match = re.fullmatch("--?config(=(.*))?", word, re.DOTALL)
-    if not match:
-      other_words.append(word)
-    elif not match[1] and not words:
-      raise ValueError(f"{word} needs a value: {word}=...")
-    else:
-      path = match[2] if match[1] else words.pop(0)
-  return path, other_words
+def typed_text(argv: Sequence[str], name: str) -> str | None:
+  """Returns the last text of a setting in `argv`, before other flags are known.
+
+  It may choose the default config; `parse` reports mistakes.
+  """
+  text = None
+  for word, following in itertools.pairwise([*argv, None]):
+    flag, equals, value = word.partition("=")
+    if re.fullmatch(rf"--?({CONFIG})?{re.escape(name)}", flag):
+      text = value if equals else following
+  return text
 
 
 class _Names:
@@ -132,7 +129,7 @@ class _Names:
       name = f"{CONFIG}{name}"
       option = known.get(name, Option(value, ""))  # only in a config file
       self.flags[name] = dataclasses.replace(option, default=value)
-    self.flags |= flags
+    self.flags |= {"config": Option("", "config file"), **flags}
     self.sections = settings.sections(whole)
     self._free = settings.free_sections(whole)
 
@@ -229,8 +226,7 @@ def parse(
   if "--" in argv:  # in other programs it ends the flags
     raise ValueError("unknown flag --; --help lists all flags")
   words = [word for word in argv if word not in ("--help", "-help", "-h")]
-  file, overrides = _take_config(words)
-  file = expand_home(file)
+  file = expand_home(typed_text(words, "config"))
   if file and declared is None:
     raise ValueError(f"--config={file}: this program reads no config file")
   declared = declared or settings.Section("", {})
@@ -243,7 +239,9 @@ def parse(
   values = {name: flag.default for name, flag in flags.items()}
   typed = set()
   with config.unlocked():
-    for name, value in _words(overrides, _Names(flags, declared, config)):
+    for name, value in _words(words, _Names(flags, declared, config)):
+      if name == "config":
+        continue
       if not name and not positional:
         hint = "flags are --key=value"
         if re.search(r"\.py(:|$)", value):

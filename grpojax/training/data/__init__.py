@@ -1,1 +1,1 @@
-"""Prompts, splits and mixtures of a run."""
+"""Prompts and splits of a run."""

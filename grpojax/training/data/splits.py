@@ -23,10 +23,10 @@ from grpojax.data.examples import prompt_key
 from grpojax.data.pipeline import Mixture, Part
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
-from grpojax.training.data import mixtures, prompts
+from grpojax.training.data import prompts
+from grpojax.training.files import run_directory, sources
 from grpojax.training.policies import Policy
-from grpojax.training.run import hub_pins, run_directory
-from grpojax.training.settings import batches
+from grpojax.training.settings import batches, mixtures
 from grpojax.training.settings.run import TrainSettings
 
 MEASURED = 4096
@@ -52,20 +52,16 @@ class Split(NamedTuple):
   parts: Mapping[str, Any] = {}  # splits of a mixture's data sets by name
 
 
-def with_prompt_length(
-  settings: TrainSettings, *splits: Split
-) -> TrainSettings:
-  """Replaces data.max_prompt_length = 0 by the length of the longest prompt.
+def longest_prompt(*splits: Split) -> int:
+  """Returns the number of tokens of the longest prompt.
 
   Only a part of an endless data set is measured, so the length is rounded up to
   a power of 2, at least 32.
   """
-  if settings.data.max_prompt_length:
-    return settings
   longest = max(int(split.lengths.max(initial=1)) for split in splits)
   if any(len(split.examples) >= ENDLESS for split in splits):
     longest = max(32, 2 ** (longest - 1).bit_length())
-  return run_directory.with_found(settings, prompt_length=longest)
+  return longest
 
 
 def load_examples(settings: TrainSettings, split: str) -> Any:
@@ -81,7 +77,7 @@ def load_examples(settings: TrainSettings, split: str) -> Any:
     selection = {"seed": settings.seed}
 
   def load(name, path, options):
-    options = hub_pins.data_options(settings, name, path, options)
+    options = sources.data_options(settings, name, path, options)
     return datasets.load(name, split, path, options, **selection)
 
   for name, source in mixtures.sources(settings).items():
@@ -246,7 +242,7 @@ def _digest(settings: TrainSettings, policy: Policy) -> str:
   """Hashes the tokenizer and prompt format, which determine the lengths."""
   digest = hashlib.sha256()
   for name in hf.COMPANIONS:
-    file = policy.directory / name
+    file = policy.files.directory / name
     digest.update(file.read_bytes() if file.is_file() else b"")
   data = dataclasses.asdict(settings.data)
   for limit in ("max_prompt_length", "too_long"):

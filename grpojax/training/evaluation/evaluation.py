@@ -27,10 +27,11 @@ from grpojax.runtime.terminal.screen import printable
 from grpojax.statistics import intervals
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
 from grpojax.training import policies
-from grpojax.training.data import mixtures
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
 from grpojax.training.policies import Policy
+from grpojax.training.settings import mixtures
+from grpojax.training.settings.facts import Facts, completed
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import draws, scoring
 
@@ -105,10 +106,11 @@ def held_out_problems(
   loaded = splits_lib.load_examples(settings, "test")
   load_split = functools.partial(splits_lib.load_split, examples=loaded)
   splits = for_each(lambda p: load_split(settings, p, "test"))
-  settings = splits_lib.with_prompt_length(settings, *splits)
+  longest = splits_lib.longest_prompt(*splits)
+  settings = completed(settings, Facts(prompt_length=longest))
   lengths = settings.data.max_prompt_length, settings.sampling.max_new_tokens
   check = policies.check_positions
-  for_each(lambda p: check(p.directory, *lengths, p.ignore_keys))
+  for_each(lambda p: check(p.files, *lengths))
   resolved = scoring.resolve_functions(settings)
   scoring.check_columns(settings, resolved, splits[0])
   examples = [split.examples for split in splits]

@@ -6,29 +6,19 @@ full), and the run goes on.
 
 import contextlib
 import pathlib
-import re
 import shutil
 from collections.abc import Callable, Iterator
 
 import jax
 
 from grpojax.runtime.processes import distributed
+from grpojax.training.settings.run import profiled_steps
 
 PROFILE = "profile"  # in the run directory
 _TRACES = "plugins/profile/*"  # in PROFILE; named by start time
 MEMORY = "memory.prof"  # in PROFILE; pprof reads it
 
 Around = Callable[[int], contextlib.AbstractContextManager[None]]
-
-
-def parse(text: str) -> range:
-  """Parses profile.steps: "10:12" means steps 10, 11, 12; "" means none."""
-  if not text:
-    return range(0)
-  parts = re.fullmatch(r"(\d+):(\d+)", text)
-  if not parts or not 1 <= int(parts[1]) <= int(parts[2]):
-    raise ValueError("give FIRST:LAST, such as 10:12 for steps 10, 11 and 12")
-  return range(int(parts[1]), int(parts[2]) + 1)
 
 
 @contextlib.contextmanager
@@ -39,7 +29,7 @@ def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
   Tracing ends after the last step to trace, or with the context. Writing
   a large trace may fail, so close the context after the state is saved.
   """
-  steps = parse(text)
+  steps = profiled_steps(text)
   folder = run / PROFILE
   running = False
   before = {*folder.glob(_TRACES)}

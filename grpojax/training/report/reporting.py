@@ -2,7 +2,7 @@
 
 Metrics are named by the code that computes them: `rollout`, `update` and the
 losses in `core`, `statistics.diagnostics`, `advantage_errors`, `training.step`,
-`training.data.mixtures`, `training.run.fit`, and `evaluation.numbers`.
+`training.settings.mixtures`, `training.run.fit`, and `evaluation.numbers`.
 `reports.metric_groups` gives titles to some of them.
 """
 
@@ -33,13 +33,14 @@ from grpojax.training import policies
 from grpojax.training.config import to_config
 from grpojax.training.data import prompts, splits
 from grpojax.training.evaluation import best, evaluation
-from grpojax.training.report import run_report, sample_rows
-from grpojax.training.run import run_directory
-from grpojax.training.run.progress import Progress, troubles
-from grpojax.training.run.start import Run
+from grpojax.training.files import run_directory
+from grpojax.training.report import run_report
+from grpojax.training.report.progress import Progress, troubles
 from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.step import sample_rows
 from grpojax.training.step.draws import Source
 from grpojax.training.step.extension import StepResult
+from grpojax.training.step.run import Run
 
 KEPT_FAILURES = 20  # per step, in failures.jsonl
 REWARD = "held_out_reward"  # metric of evaluations
@@ -326,8 +327,8 @@ def finish(
     if distributed.is_main():  # left incomplete by a killed start
       run_directory.remove_model(run.directory)
     whole = policies.whole_params(run.policy, params)
-    source = run.policy.directory
-    keys = run.policy.ignore_keys
+    source = run.policy.files.directory
+    keys = run.policy.files.ignore_keys
     hf.save(model, whole, source, dtype="float32", ignore_keys=keys)
   return distributed.on_main(lambda: _summarize(run, progress, steps, step))
 

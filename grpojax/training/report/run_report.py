@@ -16,8 +16,8 @@ from grpojax.reports.page import page
 from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config
+from grpojax.training.files import run_directory
 from grpojax.training.report import verdict
-from grpojax.training.run import run_directory
 
 FAILURES = 200  # maximum number of failed rewards shown per run
 EPISODES = "path", "tools"  # settings that turn the environment on

@@ -10,8 +10,8 @@ import numpy as np
 from grpojax.reports.curves import is_number
 from grpojax.statistics.intervals import mean_interval
 from grpojax.training.evaluation import best
-from grpojax.training.run import progress
-from grpojax.training.run.progress import STOP_CONDITIONS, Progress, Row
+from grpojax.training.report import progress
+from grpojax.training.report.progress import STOP_CONDITIONS, Progress, Row
 
 _NO_SIGNAL = {
   "rewards_missing": "no completion had a reward",

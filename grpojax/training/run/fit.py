@@ -21,16 +21,17 @@ from grpojax.core.types import TrainState
 from grpojax.data.examples import Changed
 from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.files import disk, run_lock
+from grpojax.runtime.files import disk, run_lock, run_storage
 from grpojax.runtime.processes import distributed, interrupts
 from grpojax.runtime.terminal import screen
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation import best
+from grpojax.training.files import run_directory
 from grpojax.training.report import profiling, reporting, run_report
-from grpojax.training.run import open_run, run_directory, run_storage
-from grpojax.training.run import progress as progress_lib
-from grpojax.training.run.progress import Progress
-from grpojax.training.run.start import Run, inputs_of
+from grpojax.training.report import progress as progress_lib
+from grpojax.training.report.progress import Progress
+from grpojax.training.run import open_run
+from grpojax.training.run.start import inputs_of
 from grpojax.training.settings.batches import draw_parts, samples_per_step
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import device, host, reference, scoring
@@ -41,6 +42,7 @@ from grpojax.training.step.extensions import (
   moving_reference,
   open_extensions,
 )
+from grpojax.training.step.run import Run
 
 CheckSignals = Callable[..., None]
 
@@ -274,8 +276,8 @@ def run(
       after SIGTERM, 130 after Ctrl-C.
   """
   with command_line.usage_errors():
-    settings = open_run.settle(settings, directory)
-    if settings is None:
+    facts = open_run.settle(settings, directory)
+    if facts is None:
       return None
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
@@ -295,7 +297,7 @@ def run(
 
     try:
       run, state, tx, progress, checkpointer = open_run.open_all(
-        settings, directory, stack, check_signals, sync, progress_screen
+        settings, facts, directory, stack, check_signals, sync, progress_screen
       )
       with profiling.opened(
         settings.profile.steps, directory, int(state.step)

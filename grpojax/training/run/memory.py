@@ -5,7 +5,6 @@ the decode cache, split over all devices if possible. Programs that fit always
 pass; some that do not fit may pass, too (see `python -m grpojax.compile`).
 """
 
-import dataclasses
 import os
 import pathlib
 import re
@@ -18,8 +17,8 @@ from jaxtyping import PyTree
 from grpojax.core import logprobs
 from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig, parameter_shapes
-from grpojax.training.optimizer import optimizer
 from grpojax.training.settings.batches import group_sizes, samples_per_step
+from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.extensions.moving_reference import follows_policy
 
@@ -148,22 +147,16 @@ def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:
   return {"a step": [resident, activations]}
 
 
-def with_logits_chunk(
-  settings: TrainSettings, model: TransformerConfig, limit: int | None
-) -> TrainSettings:
-  """Replaces logits_chunk = 0 by a size for an accelerator of `limit` bytes.
+def logits_chunk(model: TransformerConfig, limit: int | None) -> int:
+  """Returns the default of logits_chunk for an accelerator of `limit` bytes.
 
   It is the largest power of 2 whose logits, probabilities and gradients take at
   most a tenth of it, as each chunk reads and writes the head's gradient.
   """
-  optim = settings.optim
-  chunk = optim.update.chunk_size or logprobs.CHUNK
-  if limit is not None and not optim.update.chunk_size:
-    most = limit // (10 * 3 * 4 * model.vocab_size)
-    chunk = 2 ** (max(most, 1).bit_length() - 1)
-  update = dataclasses.replace(optim.update, chunk_size=chunk)
-  optim = dataclasses.replace(optim, update=update)
-  return dataclasses.replace(settings, optim=optim)
+  if limit is None:
+    return logprobs.CHUNK
+  most = limit // (10 * 3 * 4 * model.vocab_size)
+  return 2 ** (max(most, 1).bit_length() - 1)
 
 
 def gigabytes(size: int) -> str:

@@ -1,8 +1,9 @@
 """Opens a new or resumed run, in one process or several.
 
-`settle` completes the settings; `open_all` checks everything before it writes,
-opens the directory, and loads the newest checkpoint. Process 0 checks and
-writes the directory; every process checks the files it reads.
+`settle` returns the facts recorded in its directory; `open_all` checks
+everything before it writes, opens the directory, and loads the newest
+checkpoint. Process 0 checks and writes the directory; every process checks the
+files it reads.
 """
 
 import contextlib
@@ -27,46 +28,51 @@ from grpojax.rewards import functions
 from grpojax.runtime import checkpoint
 from grpojax.runtime.checkpoint import stored_arrays
 from grpojax.runtime.cli import command_line, configs
-from grpojax.runtime.files import disk, hub, run_lock, user_code
+from grpojax.runtime.files import disk, run_lock, run_storage, user_code
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenization
-from grpojax.training import policies
+from grpojax.runtime.text.chat_template import DATE
 from grpojax.training.config import to_config
 from grpojax.training.data import splits
-from grpojax.training.optimizer import learning_rate
+from grpojax.training.files import run_directory, sources
+from grpojax.training.files.sources import find_model, hub_name
 from grpojax.training.report import reporting
-from grpojax.training.run import hub_pins, run_directory, run_storage, start
-from grpojax.training.run.progress import Progress, from_notes
-from grpojax.training.run.start import Run
+from grpojax.training.report.progress import Progress, from_notes
+from grpojax.training.run import start
+from grpojax.training.settings.facts import Facts, completed
+from grpojax.training.settings.optimizer import learning_rate
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import pending, reference
 from grpojax.training.step.extensions import difficulty, moving_reference
+from grpojax.training.step.run import Run
 
-# Settings.
+_ON_HUB = "from the Hub"  # the commit is the same in all processes
+
+# Facts of the start.
 
 
-def as_begun(settings: TrainSettings, directory: pathlib.Path) -> TrainSettings:
-  """Adds a run's recorded date, prompt length and commits to its settings."""
+def recorded_facts(settings: TrainSettings, directory: pathlib.Path) -> Facts:
+  """Returns the facts in a run's config that hold for these settings."""
   saved = run_directory.saved(directory)
   if not saved:
-    return settings
+    return Facts()
   values = configs.flatten(saved.config)
-  date = values.get(f"data.template_options.{run_directory.DATE}")
   length = values.get("data.max_prompt_length")
   if not isinstance(length, int) or not run_directory.has_begun(directory):
     length = 0
-  settled = run_directory.with_found(settings, date, length)
-  return hub_pins.with_commits(settled, saved.config.get("commits") or ())
+  return Facts(
+    sources.commits_in_use(settings, saved.config.get("commits")),
+    values.get(f"data.template_options.{DATE}"),
+    length,
+  )
 
 
-def settle(
-  settings: TrainSettings, directory: pathlib.Path
-) -> TrainSettings | None:
-  """Adds the date of the chat template and the commits of models and data.
+def settle(settings: TrainSettings, directory: pathlib.Path) -> Facts | None:
+  """Returns a run's recorded facts, with commits of all models and data.
 
-  A resumed run keeps its recorded values. Returns None for a finished run.
-  ValueError for an unusable directory, or if processes differ.
+  Returns None for a finished run. ValueError for an unusable directory, or if
+  processes differ.
   """
   if distributed.several():
     distributed.check_same(
@@ -78,22 +84,17 @@ def settle(
       files = _files(settings)
     distributed.check_same(**files)
 
-  def pins():
-    settled = as_begun(settings, directory)
-    run_directory.check(directory, settled)
-    if run_directory.is_finished(directory, settled):
+  def known() -> dict[str, Any] | None:
+    facts = recorded_facts(settings, directory)
+    resumed = completed(settings, facts)
+    run_directory.check(directory, resumed)
+    if run_directory.is_finished(directory, resumed):
       return None
     disk.check_keeps_runs(directory, "--run_dir")
-    date = settled.data.template_options.get(run_directory.DATE)
-    length = settled.data.max_prompt_length
-    return date, length, hub_pins.pin(settled).commits
+    return facts._replace(commits=sources.all_commits(resumed))._asdict()
 
-  pinned = distributed.on_main(pins)
-  if pinned is None:
-    return None
-  date, length, commits = pinned
-  settings = dataclasses.replace(settings, commits=tuple(commits))
-  return run_directory.with_found(settings, date, length)
+  facts = distributed.on_main(known)
+  return None if facts is None else Facts(**facts)
 
 
 def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
@@ -107,9 +108,11 @@ def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
 def _files(settings: TrainSettings) -> dict[str, str]:
   """Maps files that may differ between hosts to their texts or hashes."""
   model = settings.model
-  paths = filter(None, (model.path, model.teacher, settings.reward.model))
-  files = {f"the model in {path}": _model_files(path) for path in paths}
-  return files | _user_files(settings)
+  files = _user_files(settings)
+  for path in filter(None, (model.path, model.teacher, settings.reward.model)):
+    text = _ON_HUB if hub_name(path) else fingerprint(find_model(path))
+    files[f"the model in {path}"] = text
+  return files
 
 
 def _user_files(settings: TrainSettings) -> dict[str, str]:
@@ -123,17 +126,12 @@ def _user_files(settings: TrainSettings) -> dict[str, str]:
   return texts
 
 
-def _model_files(path: str) -> str:
-  if hub.parse(path) and not hf.exists(path):
-    return "from the Hub"  # the commit is the same in all processes
-  return fingerprint(policies.find_model(path))
-
-
 # Opening.
 
 
 def open_all(
   settings: TrainSettings,
+  facts: Facts,
   directory: pathlib.Path,
   stack: contextlib.ExitStack,
   check_signals: Callable[..., None],
@@ -180,7 +178,7 @@ def open_all(
     today = distributed.on_main(tokenization.today)
     with distributed.agreed():
       # Check everything, and that all processes read the same examples.
-      run = start.check(settings, directory, stack, check_signals, today)
+      run = start.check(settings, facts, directory, stack, check_signals, today)
     examples = {
       f"the {name} split": f"{count} examples\nfingerprint {checksum}"
       for name, (count, checksum) in _fingerprints(run).items()
@@ -349,11 +347,16 @@ def _file_hashes(run: Run) -> dict[str, str]:
   policy = run.policy
   files = {x: y.encode() for x, y in _user_files(settings).items()}
   for name in hf.COMPANIONS:
-    if (policy.directory / name).is_file():
-      text = (policy.directory / name).read_bytes()
-      files[f"{settings.model.path}/{name}"] = text
-  for path in filter(None, (settings.model.teacher, settings.reward.model)):
-    files[path] = _model_files(path).encode()
+    file = policy.files.directory / name
+    if file.is_file():
+      files[f"{settings.model.path}/{name}"] = file.read_bytes()
+  teacher = policy.teacher and policy.teacher.files
+  models = {settings.model.teacher: teacher}
+  models[settings.reward.model] = run.reward_model
+  for path, model in models.items():
+    if model:
+      text = _ON_HUB if model.name else fingerprint(model.directory)
+      files[path] = text.encode()
   return {x: hashlib.sha256(y).hexdigest() for x, y in files.items()}
 
 

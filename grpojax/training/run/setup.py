@@ -15,8 +15,8 @@ from grpojax.core.types import LM, Params, TrainState
 from grpojax.models import sharding
 from grpojax.runtime.cli.configs import config_error
 from grpojax.training import policies
+from grpojax.training.files.sources import files_of
 from grpojax.training.policies import Policy
-from grpojax.training.run import hub_pins
 from grpojax.training.settings.run import TrainSettings
 
 
@@ -43,9 +43,9 @@ def make_mesh(
 def open_policy(settings: TrainSettings) -> Policy:
   """Opens the model without weights; ValueError if unsuitable for the loss."""
   model = settings.model
-  path = hub_pins.model(settings)
+  files = files_of(settings)
   policy = policies.open_policy(
-    path, model.dtype, model.remat, model.attention, model.ignore_keys
+    files, model.dtype, model.remat, model.attention
   )
   check_model(settings, policy.lm)
   return policies.with_stop(policy, settings.sampling.stop)
@@ -56,10 +56,10 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
   model = settings.model
   if not model.teacher:
     return policy
-  path = hub_pins.pinned(settings, model.teacher)
   try:
+    files = files_of(settings, model.teacher)
     teacher = policies.open_policy(
-      path, model.dtype, "none", model.attention, model.ignore_keys
+      files, model.dtype, attention=model.attention
     )
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
       raise ValueError(

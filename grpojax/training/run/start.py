@@ -4,34 +4,29 @@ import contextlib
 import itertools
 import pathlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from grpojax.core import meshes
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.types import Params, TrainState
+from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
 from grpojax.runtime import checkpoint
-from grpojax.runtime.files import hub, records
+from grpojax.runtime.files import records, run_storage
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import trackers
-from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenization
 from grpojax.training.data import prompts, splits
-from grpojax.training.optimizer import optimizer
-from grpojax.training.policies import Policy, check_positions, find_model
-from grpojax.training.run import (
-  hub_pins,
-  memory,
-  run_directory,
-  run_storage,
-  setup,
-)
+from grpojax.training.files import run_directory
+from grpojax.training.files.sources import files_of
+from grpojax.training.policies import check_positions
+from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
+from grpojax.training.settings.facts import Facts, completed
+from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes, reference, scoring
 from grpojax.training.step.extension import Inputs, extended
@@ -40,6 +35,7 @@ from grpojax.training.step.extensions import (
   moving_reference,
   open_extensions,
 )
+from grpojax.training.step.run import Run
 from grpojax.training.step.sampling import make_sampler
 
 LARGE = 50_000_000  # number of parameters from which learning rates are checked
@@ -47,30 +43,9 @@ FAR = 50  # a warning is printed from this factor above the usual learning rate
 LOW = 10  # a warning is printed from this factor below the usual learning rate
 
 
-class Run(NamedTuple):
-  """Inputs and resources of a run, the same in all steps."""
-
-  settings: TrainSettings  # with date, commits and prompt length
-  directory: pathlib.Path
-  policy: Policy  # with weights only between `check` and `start`
-  mesh: jax.sharding.Mesh
-  train: splits.Split
-  held_out: splits.Split
-  reward_pool: scoring.RewardPool | None = None  # set by `check`
-  shardings: TrainState | None = None  # of the state; set by `start`
-  ref_params: Params | None = None  # fixed reference, if any
-  greedy: Any = None  # sampler for evaluations, see `make_sampler`
-  screen: Screen = Screen()
-  track: Callable[[int, Any], None] = lambda step, row: None  # logs to trackers
-  check_directory: Callable[[], None] = lambda: None  # from `run_lock.hold`
-
-  def file(self, name: str) -> pathlib.Path:
-    """Returns a path inside the run directory."""
-    return self.directory / name
-
-
 def check(
   settings: TrainSettings,
+  facts: Facts,
   directory: pathlib.Path,
   stack: contextlib.ExitStack,
   check_signals: Callable[[], None],
@@ -80,9 +55,9 @@ def check(
 
   Writes nothing; all errors are ValueErrors. The stack will end the reward
   workers and leave the mesh. `check_signals` is called during long reads and
-  may raise; `today` is the date for chat templates.
+  may raise. `facts` are known from before; `today` is the date for templates.
   """
-  run = read_inputs(settings, directory, check_signals, today)
+  run = read_inputs(settings, facts, directory, check_signals, today)
   settings = run.settings
   policy = run.policy
   mesh = run.mesh
@@ -98,7 +73,7 @@ def check(
   check_signals()
   if settings.diagnostics.every and settings.diagnostics.last_layers:
     last_layers(policy.params, settings.diagnostics.last_layers)
-  reward_model = scoring.open_model(settings, mesh)
+  reward_model = scoring.open_model(settings, run.reward_model, mesh)
   reward_pool = stack.enter_context(
     scoring.open_reward_pool(settings, reward_model)
   )
@@ -112,16 +87,23 @@ def check(
 
 def read_inputs(
   settings: TrainSettings,
+  facts: Facts,
   directory: pathlib.Path,
   check_signals: Callable[[], None] = lambda: None,
   today: str | None = None,
 ) -> Run:
   """Reads and checks all inputs except weights, the first part of `check`."""
+  requested = settings
+  settings = completed(requested, facts)
   for name in settings.log.trackers:
     trackers.opener(name)
   rewards = scoring.resolve_functions(settings)
   policy = setup.with_teacher(settings, setup.open_policy(settings))
-  settings = _with_date(settings, policy, today)
+  judge = settings.reward.model and files_of(settings, settings.reward.model)
+  tokenizers = [model.tokenizer for model in (policy, judge) if model]
+  if facts.date is None and any(map(tokenization.asks_for_date, tokenizers)):
+    facts = facts._replace(date=today or tokenization.today())
+    settings = completed(requested, facts)
   mesh = setup.make_mesh(settings)
   batches.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)
@@ -130,19 +112,22 @@ def read_inputs(
     splits.load_split(settings, policy, split, cache, check_signals)
     for split in SPLITS
   )
-  settings = splits.with_prompt_length(settings, train, held_out)
   device = jax.local_devices()[0]
   own = None if device.platform == "cpu" else memory.device_bytes(device)
   # All processes take the first one's limit, to compile the same program.
   limit = distributed.on_main(lambda: own)
-  settings = memory.with_logits_chunk(settings, policy.shape, limit)
+  facts = facts._replace(
+    prompt_length=facts.prompt_length or splits.longest_prompt(train, held_out),
+    logits_chunk=memory.logits_chunk(policy.shape, limit),
+  )
+  settings = completed(requested, facts)
   teacher = policy.teacher.shape if policy.teacher else None
   memory.refuse(memory.training(settings, policy.shape, mesh, teacher))
   longest = settings.data.max_prompt_length
   # Check that the examples suit the models, rewards and settings.
   for model in filter(None, (policy, policy.teacher)):
     new_tokens = settings.sampling.max_new_tokens
-    check_positions(model.directory, longest, new_tokens, model.ignore_keys)
+    check_positions(model.files, longest, new_tokens)
   for split in (train, held_out):
     scoring.check_columns(settings, rewards, split)
   if train.dropped or held_out.dropped:
@@ -158,20 +143,7 @@ def read_inputs(
   if settings.model.reference_prompt:
     reference.check_prompt(settings, train.examples[0])
   difficulty.init_rates(settings, train.examples)  # checks the examples
-  return Run(settings, directory, policy, mesh, train, held_out)
-
-
-def _with_date(
-  settings: TrainSettings, policy: Policy, today: str | None = None
-) -> TrainSettings:
-  """Fixes the date if a chat template uses it, so prompts stay the same."""
-  tokenizers = [policy.tokenizer]
-  if settings.reward.model:
-    path = hub_pins.pinned(settings, settings.reward.model)
-    tokenizers.append(tokenization.load(find_model(path, hub.TEXTS)))
-  if not any(map(tokenization.asks_for_date, tokenizers)):
-    return settings
-  return run_directory.with_found(settings, today or tokenization.today())
+  return Run(settings, directory, policy, mesh, train, held_out, judge or None)
 
 
 def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:

@@ -22,13 +22,11 @@ from grpojax.core.update import off_policy_conflicts
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.rewards.functions import workers_for
 from grpojax.runtime.cli.configs import config_error, name_errors
+from grpojax.runtime.files import hub, run_storage
 from grpojax.runtime.text import tokenization
-from grpojax.training.data import mixtures
-from grpojax.training.report import profiling
-from grpojax.training.run import hub_pins
-from grpojax.training.settings import batches
+from grpojax.training.settings import batches, mixtures
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
-from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.settings.run import AUTO, TrainSettings, profiled_steps
 
 _TRIED = 256  # maximum B and G of the batch for trying an advantage
 _ONE_SUM = {"reward.aggregation": "sum_then_normalize"}
@@ -160,7 +158,7 @@ def _texts(s: TrainSettings) -> Rows:
     if re.search("[\ud800-\udfff]", text):
       yield name, "is not valid UTF-8: re-encode it"
   try:
-    steps = profiling.parse(s.profile.steps)
+    steps = profiled_steps(s.profile.steps)
     if steps and steps[-1] > s.steps:
       remedy = f"the last step is {s.steps} (steps): profile earlier steps"
       yield "profile.steps", remedy
@@ -375,6 +373,29 @@ def _advantage(s: TrainSettings) -> Rows:
       return
 
 
+def _hub(s: TrainSettings) -> Rows:
+  path = s.model.path
+  revision = s.model.revision
+  remedy = ""
+  if revision and "@" in path:
+    remedy = f"model.path = {path!r} has a revision too: remove one of them"
+  elif revision and run_storage.is_url(path):
+    remedy = f"is for models on the Hub, but model.path is {path!r}: use ''"
+  elif revision and hub.parse(f"{path}@{revision}") is None:
+    remedy = (
+      "use a branch, tag or commit, with model.path = ORG/NAME on the Hub"
+    )
+  if remedy:
+    yield "model.revision", remedy
+  for line in s.commits:
+    key, _, commit = str(line).partition("=")
+    kind, _, name = key.partition(":")
+    good = kind in hub.KINDS and hub.parse(name) and "@" in name
+    if not (good and hub.is_commit(commit)):
+      remedy = "must be KIND:ORG/NAME@REVISION=COMMIT. Runs fill it in: use ()"
+      yield "commits", remedy
+
+
 NEEDS = (_model_needs, _reward_needs, _sampling_needs)
 
 CHECKS = (
@@ -386,7 +407,7 @@ CHECKS = (
   _group_size,
   _batches,
   _advantage,
-  hub_pins.conflicts,
+  _hub,
 )
 
 

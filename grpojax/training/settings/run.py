@@ -1,5 +1,6 @@
 """Training settings: optimizer, diagnostics, checkpoints, logging, stopping."""
 
+import re
 from typing import Any
 
 from grpojax.core.objective import Objective
@@ -126,6 +127,16 @@ class ProfileSettings:
   """Profiler trace for xprof and TensorBoard."""
 
   steps: str = option("", 'steps to trace into profile/, FIRST:LAST; "" = none')
+
+
+def profiled_steps(text: str) -> range:
+  """Parses profile.steps: "10:12" means steps 10, 11, 12; "" means none."""
+  if not text:
+    return range(0)
+  parts = re.fullmatch(r"(\d+):(\d+)", text)
+  if not parts or not 1 <= int(parts[1]) <= int(parts[2]):
+    raise ValueError("give FIRST:LAST, such as 10:12 for steps 10, 11 and 12")
+  return range(int(parts[1]), int(parts[2]) + 1)
 
 
 @frozen_options

@@ -24,7 +24,7 @@ from grpojax.core import meshes
 from grpojax.core.types import Batch, Prompts, TrainState
 from grpojax.core.update import make_update
 from grpojax.training import policies
-from grpojax.training.data import mixtures
+from grpojax.training.settings import mixtures
 from grpojax.training.settings.batches import own_sampling_mesh
 from grpojax.training.step import draws, reference, sampling, scoring
 from grpojax.training.step.batch import make_batch_program, plan_packing

@@ -33,8 +33,8 @@ from grpojax.rewards.worker import LARGEST
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
-from grpojax.training.data import mixtures
-from grpojax.training.run import hub_pins
+from grpojax.training.files.sources import ModelFiles
+from grpojax.training.settings import mixtures
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes
 from grpojax.training.step.batch import aggregation
@@ -116,7 +116,7 @@ def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
 
 
 def open_model(
-  settings: TrainSettings, mesh: jax.sharding.Mesh
+  settings: TrainSettings, files: ModelFiles | None, mesh: jax.sharding.Mesh
 ) -> Model | None:
   """Loads the reward model, if any, onto a mesh.
 
@@ -124,23 +124,20 @@ def open_model(
   applies, so that a completion cannot end its turn and continue as the user.
   ValueError unless the model is a sequence classifier with one label.
   """
-  path = hub_pins.pinned(settings, settings.reward.model)
-  if not path:
+  if files is None:
     return None
-  directory = policies.find_model(path)
-  keys = settings.model.ignore_keys
   longest = settings.data.max_prompt_length
   new_tokens = settings.sampling.max_new_tokens
-  policies.check_positions(directory, longest, new_tokens, keys)
+  policies.check_positions(files, longest, new_tokens)
   dtype = jnp.dtype(settings.model.dtype)
   lm, params = neural.load(
-    directory,
-    ignore_keys=keys,
+    files.with_weights(),
+    ignore_keys=files.ignore_keys,
     dtype=dtype,
     param_dtype=dtype,
     shardings=functools.partial(sharding.shardings, mesh=mesh),
   )
-  tokenizer = tokenization.load(directory)
+  tokenizer = files.tokenizer
   encode = functools.partial(
     tokenization.encode_conversation,
     tokenizer,

@@ -1,7 +1,6 @@
 """Run directories: their files, and the conditions for resuming a run."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -15,10 +14,9 @@ from ml_collections import ConfigDict
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import configs
 from grpojax.runtime.cli import settings as settings_lib
-from grpojax.runtime.files import records
+from grpojax.runtime.files import records, run_storage
 from grpojax.runtime.files.run_lock import LOCK
 from grpojax.training.config import SETTINGS, from_config, to_config
-from grpojax.training.run import run_storage
 from grpojax.training.settings.run import TrainSettings
 
 # File names; `grpojax.train` documents the contents.
@@ -47,8 +45,6 @@ CHANGEABLE = (
   r"sampling\.parts|logits_chunk|allow_changed_inputs"
 )
 """Settings that may change when a run is resumed."""
-
-DATE = "date_string"  # in data.template_options
 
 _REPLACED = (CONFIG, LENGTHS, TRACKED, CURVE, REPORT, SUMMARY, *RECORDS)
 """Files written under a temporary name first."""
@@ -120,19 +116,6 @@ def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
     return [], lines  # the file is invalid
   allowed = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]
   return allowed, [x for x in lines if x not in allowed]
-
-
-def with_found(
-  settings: TrainSettings, date: str | None = None, prompt_length: int = 0
-) -> TrainSettings:
-  """Adds a date and a maximum prompt length, unless the settings have them."""
-  data = settings.data
-  if date is not None and DATE not in data.template_options:
-    options = data.template_options | {DATE: date}
-    data = dataclasses.replace(data, template_options=options)
-  length = data.max_prompt_length or prompt_length
-  data = dataclasses.replace(data, max_prompt_length=length)
-  return dataclasses.replace(settings, data=data)
 
 
 # Progress.

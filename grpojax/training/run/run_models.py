@@ -13,17 +13,18 @@ from grpojax.core.types import Params
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
 from grpojax.runtime import checkpoint
-from grpojax.runtime.files import disk, gguf_directory, hub
+from grpojax.runtime.files import disk, gguf_directory, run_storage
 from grpojax.training import policies
 from grpojax.training.config import from_config
 from grpojax.training.evaluation import best as best_lib
-from grpojax.training.run import (
-  hub_pins,
-  progress,
-  run_directory,
-  run_storage,
-  setup,
+from grpojax.training.files import run_directory
+from grpojax.training.files.sources import (
+  ModelFiles,
+  files_of,
+  find_files,
 )
+from grpojax.training.report import progress
+from grpojax.training.run import setup
 from grpojax.training.settings.inputs import ModelSettings
 from grpojax.training.settings.run import TrainSettings
 
@@ -49,7 +50,7 @@ def load(
 ) -> tuple[policies.Policy, Params]:
   """Loads a policy and its parameters from a model or a run.
 
-  `name` is a model for `policies.find_model`, or a run with checkpoints. Of a
+  `name` is a model for `find_model`, or a run with checkpoints. Of a
   run, the newest checkpoint is loaded (with `best` the most accurate), with its
   settings instead of `model`. ValueError for missing or damaged files.
   """
@@ -57,15 +58,14 @@ def load(
   if not run_directory.is_run(path):
     if best:
       raise ValueError(f"--best needs a run with checkpoints, not {name}")
-    keys = model.ignore_keys
-    policy = policies.open_policy(name, model.dtype, ignore_keys=keys)
-    policy = policies.with_weights(policy)
+    files = find_files(name, model.ignore_keys)
+    policy = policies.with_weights(policies.open_policy(files, model.dtype))
     return policy, policy.params
   settings = from_config(run_directory.read_config(path))
   policy = setup.open_policy(settings)
   if settings.lora.rank:  # adapters need their base
     policy = setup.with_weights(settings, policy)
-  step, params = load_params(path, settings, best=best)
+  step, params = load_params(path, settings, policy.files, best=best)
   run_directory.say_added(path)
   print(f"{name}: checkpoint of step {step}")
   return policy, params
@@ -89,6 +89,7 @@ def best_step(run: str | pathlib.Path) -> int:
 def load_params(
   run: str | pathlib.Path,
   settings: TrainSettings,
+  files: ModelFiles,
   step: int | None = None,
   device: jax.Device | None = None,
   best: bool = False,
@@ -104,7 +105,7 @@ def load_params(
     before = checkpoint.complete(saved)
     try:
       step = best_step(run) if best else step
-      return _read_params(run, settings, step, device)
+      return _read_params(run, settings, files.config, step, device)
     except (FileNotFoundError, ValueError) as error:
       unchanged = checkpoint.complete(saved) == before
       damaged = isinstance(error, ValueError) and unchanged
@@ -113,9 +114,7 @@ def load_params(
       time.sleep(0.1)
 
 
-def _read_params(run, settings: TrainSettings, step, device):
-  model = policies.find_model(hub_pins.model(settings), hub.CONFIG)
-  hf_config = hf.read_config(model, settings.model.ignore_keys)
+def _read_params(run, settings: TrainSettings, hf_config, step, device):
   params = hf.abstract_params(hf_config)
   if settings.lora.rank:
     params = lora.abstract(params, settings.lora.rank, settings.lora.targets)
@@ -153,15 +152,14 @@ def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
     return None
 
 
-def _base(settings: TrainSettings) -> tuple[str, str | None]:
+def _base(settings: TrainSettings, files: ModelFiles) -> tuple[str, str | None]:
   """Returns the base model's path or name, and its Hub commit, for PEFT."""
   path = settings.model.path
   if gguf_directory.is_named(path):
     return path, None  # its path in the cache differs between machines
-  name = None if hf.exists(path) else hub.parse(path)
-  if name is None:
-    return str(policies.find_model(path).absolute()), None
-  return name.id, hub.parse(hub_pins.model(settings)).revision
+  if files.name is None:
+    return str(files.directory.absolute()), None
+  return files.name.id, files.name.revision
 
 
 def export(
@@ -208,13 +206,12 @@ def export(
       raise ValueError(f"--adapter needs checkpoints: {run} has only a model")
     hf.save(out, hf.load_params(finished), finished, dtype=dtype)
     return f"the finished model of {run}"
-  step, params = load_params(path, settings, step, host_device(), best)
+  files = files_of(settings)
+  step, params = load_params(path, settings, files, step, host_device(), best)
   alpha = settings.lora.alpha
-  needed = hub.WHOLE if rank and not adapter else hub.TEXTS
-  source = policies.find_model(hub_pins.model(settings), needed)
   if adapter:
-    hf_config = hf.read_config(source, keys)
-    lora.save_peft(out, params, hf_config, alpha, *_base(settings), dtype)
+    base = _base(settings, files)
+    lora.save_peft(out, params, files.config, alpha, *base, dtype)
     text = f"the adapters of step {step} of {run}"
     base = settings.model.path
     if gguf_directory.is_named(base):
@@ -222,7 +219,7 @@ def export(
       text += "--out=BASE, and set BASE in adapter_config.json)"
     return text
   if rank:
-    whole = hf.load_params(source, ignore_keys=keys)
+    whole = hf.load_params(files.with_weights(), ignore_keys=keys)
     params = lora.merge_lazily(whole, params, alpha / rank)
-  hf.save(out, params, source, dtype=dtype, ignore_keys=keys)
+  hf.save(out, params, files.directory, dtype=dtype, ignore_keys=keys)
   return f"step {step} of {run}"

@@ -1,0 +1,1 @@
+"""Files of a run: its directory, and the models that it reads."""
