@@ -16,8 +16,7 @@ from grpojax.runtime import compilation
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.report import sample_rows
-from grpojax.training.step import host, scoring
+from grpojax.training.step import host, sample_rows, scoring
 from grpojax.training.step.extensions import diagnosis
 
 MERGED = [("a", "b"), ("ab", "a"), ("b", "b")]

@@ -22,6 +22,7 @@ from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Params, Prompts
 from grpojax.data.pipeline import Subset
 from grpojax.rewards import exact, functions, groups, math
+from grpojax.rewards.conventions import CORRECT
 from grpojax.rewards.pool import Failure
 from grpojax.runtime.terminal.screen import printable
 from grpojax.statistics import intervals
@@ -225,7 +226,7 @@ def per_prompt(
   reward is missing and rewards are `graded` or not all 0 or 1. A single prompt
   has only the accuracy, because other intervals need several prompts.
   """
-  right = result.rewards >= scoring.CORRECT
+  right = result.rewards >= CORRECT
   values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}
   if not ks:
     values["accuracy"] = right[:, 0].astype(np.float32)

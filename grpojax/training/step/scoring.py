@@ -43,7 +43,6 @@ from grpojax.training.step.episodes import Sampled
 MODEL = "reward.model"
 """Name of the reward model among the functions, whose names have no dot."""
 
-CORRECT = 1.0  # minimum reward of a correct completion
 SHORTEST = 128  # smallest padded length of a reward model's rows, in tokens
 ROWS = 8  # sequences per device in a batch of the reward model
 

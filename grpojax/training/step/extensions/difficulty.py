@@ -18,6 +18,7 @@ from grpojax.core.binding import bind
 from grpojax.core.types import Prompts, TrainState
 from grpojax.data.drawn import ENDLESS
 from grpojax.data.pipeline import Mixture
+from grpojax.rewards.conventions import CORRECT
 from grpojax.rewards.groups import GroupRewards
 from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.processes import distributed
@@ -181,7 +182,7 @@ def extension(inputs: Inputs) -> Extension | None:
     examples, rewards = first_draw(drawn)
     right = scoring.correctness(inputs.reward_pool, rewards, examples)
     # NaN is no judgement, and a comparison alone would make it False.
-    correct = np.where(np.isnan(right), np.nan, right >= scoring.CORRECT)
+    correct = np.where(np.isnan(right), np.nan, right >= CORRECT)
     indices = np.array([example[INDEX] for example in examples], np.int32)
     arrays = indices, correct.astype(np.float32)
     placed = meshes.place(arrays, inputs.mesh)

@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from grpojax.core import meshes
 from grpojax.core.types import TrainState
+from grpojax.rewards.conventions import CORRECT
 from grpojax.training.step import scoring
 from grpojax.training.step.extension import (
   Context,
@@ -52,7 +53,7 @@ def extension(inputs: Inputs) -> Extension | None:
     right = scoring.correctness(inputs.reward_pool, rewards, examples)
     tokens = np.sum(meshes.fetch(rollout.completion_mask), axis=-1)
     shares = tokens / settings.sampling.max_new_tokens
-    penalty = coefficient * penalties(shares, right >= scoring.CORRECT)
+    penalty = coefficient * penalties(shares, right >= CORRECT)
     new = rewards.rewards - penalty.astype(rewards.rewards.dtype)
     batch = drawn.batch._replace(rewards=rewards._replace(rewards=new))
     mean = {"length_penalty_mean": float(np.mean(penalty))}
