@@ -7,7 +7,9 @@ the number of prompts taken from it, for any batch size. A `Mixture` combines
 several data sets with weights.
 """
 
+import bisect
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ import numpy as np
 
 from grpojax.core.types import Prompts
 from grpojax.data.drawn import ENDLESS
-from grpojax.data.examples import SOURCE, Example, Examples, concatenate
+from grpojax.data.examples import SOURCE, Example, Examples
 
 Encode = Callable[[Any], tuple[str, Sequence[int]]]
 
@@ -45,9 +47,14 @@ class Mixture(Examples):
 
   def __init__(self, parts: Sequence[Part]):
     self.parts = tuple(parts)
-    read = lambda i, j: _named(parts[i].examples[j], parts[i].name)
-    whole = concatenate([len(part.examples) for part in parts], read)
-    super().__init__(len(whole), whole.read)
+    sizes = [len(part.examples) for part in parts]
+    starts = [0, *itertools.accumulate(sizes)]
+
+    def read(index: int) -> Example:
+      i = bisect.bisect_right(starts, index) - 1
+      return _named(parts[i].examples[index - starts[i]], parts[i].name)
+
+    super().__init__(starts[-1], read)
 
 
 def _named(example: Example, name: str) -> Example:
