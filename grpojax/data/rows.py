@@ -197,8 +197,8 @@ def examples(
       mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
   except OSError as error:
     raise ValueError(
-      f"{source} cannot be read, or copied to a temporary file ({error}): check "
-      "the data, or set TMPDIR to a disk with more space"
+      f"{source} cannot be read, or copied to a temporary file ({error}): "
+      "check the data, or set TMPDIR to a disk with more space"
     ) from error
   read_copy = lambda i: json.loads(mapped[ends[i] : ends[i + 1]])
   return Examples(len(ends) - 1, read_copy)

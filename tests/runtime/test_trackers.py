@@ -71,7 +71,7 @@ def test_a_tracker_that_cannot_open_closes_all(two, monkeypatch):
     raise SystemExit("http://me:SECRET@host/api\x1b[31m is closed")
 
   monkeypatch.setitem(trackers.TRACKERS, "wandb", refuses)
-  monkeypatch.setattr(trackers, "PACKAGES", {})
+  monkeypatch.setitem(sys.modules, "wandb", sys)  # seems to be installed
   # Without passwords and control characters.
   text = r"http://\.\.\.@host/api\\x1b\[31m is closed .WANDB_MODE=offline.*"
   text += "; without it: --config.log.trackers=good$"

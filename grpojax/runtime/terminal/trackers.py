@@ -100,8 +100,6 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
   TENSORBOARD: tensorboard,
   "wandb": wandb,
 }
-# Packages imported by these functions.
-PACKAGES = {TENSORBOARD: "tensorboardX", "wandb": "wandb"}
 
 
 def opener(name: str) -> Callable[[TrackedRun], Tracker]:
@@ -110,12 +108,11 @@ def opener(name: str) -> Callable[[TrackedRun], Tracker]:
   ValueError if the function is unknown, or its package is missing.
   """
   setting = f"log.trackers = {name!r}"
+  if name == "wandb" and importlib.util.find_spec(name) is None:
+    raise ValueError(
+      f"{setting}: wandb is not installed: pip install 'grpojax[wandb]'"
+    )
   if name in TRACKERS:
-    package = PACKAGES.get(name)
-    if package and importlib.util.find_spec(package) is None:
-      raise ValueError(
-        f"{setting}: {package} is not installed: pip install 'grpojax[{name}]'"
-      )
     return TRACKERS[name]
   place, _, function = name.rpartition(":")
   if not place:
