@@ -103,9 +103,9 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 
 
 def opener(name: str) -> Callable[[TrackedRun], Tracker]:
-  """Returns the function that opens runs, from `TRACKERS` or FILE.py:FUNCTION.
+  """Returns the function that opens runs, from `TRACKERS` or user code.
 
-  ValueError if the function is unknown, or its package is missing.
+  ValueError if the function is unknown, or wandb is not installed.
   """
   setting = f"log.trackers = {name!r}"
   if name == "wandb" and importlib.util.find_spec(name) is None:
@@ -114,15 +114,9 @@ def opener(name: str) -> Callable[[TrackedRun], Tracker]:
     )
   if name in TRACKERS:
     return TRACKERS[name]
-  place, _, function = name.rpartition(":")
-  if not place:
-    raise ValueError(
-      f"{setting}: give {' or '.join(TRACKERS)}, or a function of your"
-      " own as path/to/file.py:FUNCTION"
-    )
-  open_run = getattr(user_calls.load_module(setting, place), function, None)
+  open_run = user_calls.load(setting, name, TRACKERS)
   if not callable(open_run):
-    raise ValueError(f"{setting}: {place} has no function {function!r}")
+    raise ValueError(f"{setting} is not a function: {open_run!r:.80}")
   return open_run
 
 
