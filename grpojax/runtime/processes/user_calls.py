@@ -42,10 +42,10 @@ def load(subject: str, path: str, built_in: Mapping[str, Any]) -> Any:
   """
   place, name = split(built_in.get(path, path))
   if not place and path not in built_in:
+    choices = f"choose one of {list(built_in)}, or " if built_in else ""
     raise ValueError(
-      f"unknown {subject}: choose one of {list(built_in)}, or your own as "
-      "package.module:NAME or path/to/file.py:NAME"
-      f"{nearest(path, list(built_in))}"
+      f"unknown {subject}: {choices}give your own as package.module:NAME or "
+      f"path/to/file.py:NAME{nearest(path, list(built_in))}"
     )
   module = _load_module(subject, place or name)
   if not place or not name:
