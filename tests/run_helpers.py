@@ -1,10 +1,30 @@
-"""Helpers for tests of whole runs."""
+"""Helpers for tests of whole runs and of other processes."""
 
+import os
+import pathlib
 import socket
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
 from grpojax.runtime.files import records
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def start(code, *words, **environment):
+  """Starts a Python program that may import grpojax and test helpers."""
+  return subprocess.Popen(
+    [sys.executable, "-c", textwrap.dedent(code), *words],
+    env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"} | environment,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  )
 
 
 def rows_of(run, name="reward_mean"):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from grpojax.data import drawn
-from grpojax.data.examples import MARK, Examples, check_split
+from grpojax.data.examples import MARK, Example, Examples, check_split
 
 _MOST_OPERATIONS = 1000
 _MOST_PROBLEMS = 3  # per document
@@ -92,15 +92,12 @@ def load(
 ) -> Examples:
   """Returns problems {"prompt": "23*4+17+85", "answer": "194"}."""
   bounds = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
-  draw = functools.partial(_example, split, bounds)
+
+  def draw(rng: np.random.Generator) -> Example:
+    expression = sample(rng, split, bounds)
+    return {"prompt": expression, "answer": str(steps(expression)[1])}
+
   return drawn.load(split, draw, seed=seed, size=size)
-
-
-def _example(
-  split: str, difficulty: tuple[int, int], rng: np.random.Generator
-) -> dict[str, str]:
-  expression = sample(rng, split, difficulty)
-  return {"prompt": expression, "answer": str(steps(expression)[1])}
 
 
 def document(

@@ -4,7 +4,6 @@ Example i depends only on the seed, the split, the options and i. Examples may
 repeat within a split, but no problem is in both splits.
 """
 
-import functools
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -39,20 +38,14 @@ def load(
       f"{setting} = {size}: must be 1 to {most}, the largest size of the split "
       f"{split!r}"
     )
-  size = ENDLESS if size is None else size
-  return Examples(int(size), functools.partial(_read, split, int(seed), draw))
 
+  def read(index: int) -> Example:
+    # Each example has its own random stream, independent of the access order.
+    key = (SPLITS.index(split), index)
+    sequence = np.random.SeedSequence(seed, spawn_key=key)
+    return draw(np.random.Generator(np.random.Philox(sequence)))
 
-def _read(
-  split: str,
-  seed: int,
-  draw: Callable[[np.random.Generator], Example],
-  index: int,
-) -> Example:
-  # Each example has its own random stream, independent of the access order.
-  key = (SPLITS.index(split), index)
-  sequence = np.random.SeedSequence(seed, spawn_key=key)
-  return draw(np.random.Generator(np.random.Philox(sequence)))
+  return Examples(size or ENDLESS, read)
 
 
 def bounds(name: str, value: int | Sequence[int], most: int) -> tuple[int, int]:

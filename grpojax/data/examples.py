@@ -10,8 +10,6 @@ An example has JSON values under the keys
 and further fields of the data set.
 """
 
-import bisect
-import itertools
 import json
 import operator
 from collections.abc import Callable, Sequence
@@ -23,10 +21,6 @@ MARK = "####"  # precedes the answer in a solution
 READ = "prompt_read"  # key for the prompt with an environment's observation
 
 Example = dict[str, Any]
-
-
-class Changed(ValueError):
-  """Raised if a data set's file has changed since it was opened."""
 
 
 def check_split(split: str) -> None:
@@ -47,7 +41,7 @@ class Examples(Sequence):
 
   def __init__(self, size: int, read: Callable[[int], Example]):
     self._size = size
-    self.read = read
+    self._read = read
 
   def __len__(self) -> int:
     return self._size
@@ -56,17 +50,4 @@ class Examples(Sequence):
     index = operator.index(index)
     if not 0 <= index < self._size:
       raise IndexError(f"no example {index} among {self._size}")
-    return self.read(index)
-
-
-def concatenate(
-  sizes: Sequence[int], read: Callable[[int, int], Example]
-) -> Examples:
-  """Joins parts in order: with sizes (3, 2), example 4 is `read(1, 1)`."""
-  starts = [0, *itertools.accumulate(sizes)]
-
-  def located(index: int) -> Example:
-    part = bisect.bisect_right(starts, index) - 1
-    return read(part, index - starts[part])
-
-  return Examples(starts[-1], located)
+    return self._read(index)

@@ -86,10 +86,10 @@ def _directory(path: pathlib.Path) -> Any:
   return builder
 
 
-def _records(builder: Any, split: str) -> Iterator[rows.Keyed]:
+def _records(builder: Any, split: str) -> Iterator[rows.Labelled]:
   for number, row in enumerate(builder.as_data_source(split)):
     texts = {name: row[name].decode() for name in ("question", "answer")}
-    yield f"{builder.data_dir}, {split} problem {number}", None, texts
+    yield f"{builder.data_dir}, {split} problem {number}", texts
 
 
 def load(
@@ -103,11 +103,9 @@ def load(
   check_split(split)
   file = pathlib.Path(path) / f"{split}.jsonl"
   if str(path) and file.is_file():
-    keyed = jsonl.rows(file)
+    labelled = jsonl.rows(file)
   else:
     builder = _directory(pathlib.Path(path)) if str(path) else _prepared()
-    keyed = _records(builder, split)
+    labelled = _records(builder, split)
   reader = rows.reader("question", answer_after=MARK)
-  chosen = rows.chosen(keyed, reader, split, 0, size)
-  problems = [problem for _, problem in chosen]
-  return Examples(len(problems), lambda index: dict(problems[index]))
+  return rows.examples(labelled, reader, split, 0, size, "GSM8K")

@@ -1,7 +1,8 @@
 """Data sets of the Hugging Face Hub, loaded by the `datasets` library.
 
-The library converts files to tables in its cache on the disk, HF_HOME. Only
-kinds of files that cannot hold code (`_KINDS`) are read; scripts are never run.
+The library converts files to tables in its cache on the disk, HF_HOME, from
+which `rows` copies the examples. Only kinds of files that cannot hold code
+(`_KINDS`) are read; scripts are never run.
 """
 
 import contextlib
@@ -10,8 +11,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from grpojax.data import parquet, rows
 from grpojax.data.examples import Examples, check_split
@@ -51,7 +50,7 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
 
 
 def _table(path: str, configuration: str, revision: str, name: str) -> Any:
-  """Loads a split as the library's table, with random access to rows."""
+  """Loads a split as the library's table."""
   try:
     import datasets
   except ImportError as error:
@@ -144,14 +143,5 @@ def load(
   label = f"{path}, {name} split"
   batches = map(parquet.plain_rows, table.iter(_ROWS))
   numbered = enumerate(itertools.chain.from_iterable(batches))
-  keyed = ((f"{label}, row {i + 1}", i, row) for i, row in numbered)
-  chosen = rows.chosen(keyed, reader, split, test, size)
-  numbers = np.fromiter((i for i, _ in chosen), np.int64)
-  if not len(numbers):
-    raise ValueError(f"no {split!r} row in {label}: check data.options.test")
-
-  def read(index: int) -> rows.Row:
-    (row,) = parquet.plain_rows(table[int(numbers[index])])
-    return reader(row)
-
-  return Examples(len(numbers), read)
+  labelled = ((f"{label}, row {i + 1}", row) for i, row in numbered)
+  return rows.examples(labelled, reader, split, test, size, label)

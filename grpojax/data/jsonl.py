@@ -1,43 +1,31 @@
 """Data sets in JSONL files: one JSON object per line.
 
-    {"prompt": "What is 6 times 7?", "answer": "42", "level": 1}
-    {"messages": [{"role": "user", "content": "6 * 7 = ?"}], "answer": 42}
-
-Opening a file checks every line and keeps only its position and checksum, so
-files may be larger than memory.
+{"prompt": "What is 6 times 7?", "answer": "42", "level": 1}
+{"messages": [{"role": "user", "content": "6 * 7 = ?"}], "answer": 42}
 """
 
-import array
+import codecs
 import functools
 import json
 import pathlib
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from grpojax.data import rows as rows_lib
-from grpojax.data.examples import Changed, Example, Examples
-from grpojax.data.rows import Keyed, Row
-
-_BOM = b"\xef\xbb\xbf"
+from grpojax.data.rows import Labelled, Row
 
 
-def rows(file: pathlib.Path) -> Iterator[Keyed]:
-  """Yields a label, a key (start, stop, CRC-32) and the object of each line."""
-  stop = 0
+def rows(file: pathlib.Path, columns: Any = ()) -> Iterator[Labelled]:
+  """Yields a label and the object of each line; `columns` are ignored."""
+  del columns
   with open(file, "rb") as lines:
     for number, line in enumerate(lines, 1):
-      start = stop
-      stop = stop + len(line)
-      if number == 1 and line.startswith(_BOM):
-        start = start + len(_BOM)
-        line = line.removeprefix(_BOM)
+      if number == 1:
+        line = line.removeprefix(codecs.BOM_UTF8)
       if line.strip():
         label = f"{file}, line {number}"
         try:
-          yield label, (start, stop, zlib.crc32(line)), _object(line)
+          yield label, _object(line)
         except (RecursionError, ValueError) as error:
           advice = _format_advice(line) if number == 1 else ""
           raise ValueError(f"{label}: {error}{advice}") from error
@@ -83,29 +71,4 @@ def _object(line: bytes) -> Row:
   return row
 
 
-def _keep(
-  file: pathlib.Path,
-  chosen: Iterator[tuple[Any, Example]],
-  reader: Callable[[Row], Example],
-) -> Examples:
-  places = array.array("q")  # start, stop, CRC-32 of a line, then of the next
-  for place, _ in chosen:
-    places.extend(place)
-  table = np.array(places, np.int64).reshape(-1, 3)
-
-  def read(index: int) -> Example:
-    # Each read opens the file: threads need no lock, and no file stays open.
-    start, stop, checksum = table[index].tolist()
-    with open(file, "rb", buffering=0) as opened:
-      opened.seek(start)
-      line = opened.read(stop - start)
-    if zlib.crc32(line) != checksum:
-      raise Changed(f"{file} changed during the run: restore the old version")
-    return reader(_object(line))
-
-  return Examples(len(table), read)
-
-
-load = functools.partial(
-  rows_lib.load, "jsonl", lambda file, columns: rows(file), _keep
-)
+load = functools.partial(rows_lib.load, "jsonl", rows)

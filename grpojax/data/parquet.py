@@ -1,26 +1,17 @@
 """Data sets in Parquet files, including files for verl.
 
-    prompt: [{"role": "user", "content": "..."}]    data_source: "openai/gsm8k"
-    reward_model: {"style": "rule", "ground_truth": "72"}
-    ability: "math"                                 extra_info: {"index": 0}
-
-Reading a single row decompresses its whole row group. Opening a file therefore
-checks every row and copies the examples of a split, as JSON, to an unnamed
-temporary file in TMPDIR, which the system frees when the program ends.
+prompt: [{"role": "user", "content": "..."}]    data_source: "openai/gsm8k"
+reward_model: {"style": "rule", "ground_truth": "72"}
+ability: "math"                                 extra_info: {"index": 0}
 """
 
-import array
 import functools
-import json
-import mmap
 import pathlib
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from grpojax.data import rows as rows_lib
-from grpojax.data.examples import Example, Examples
-from grpojax.data.rows import Keyed, Row
+from grpojax.data.rows import Labelled, Row
 
 _ROWS = 1024  # per batch
 
@@ -54,7 +45,7 @@ def _shortest(item: Any, kind: Any) -> Any:
   return item
 
 
-def _rows(file: pathlib.Path, columns: Sequence[str]) -> Iterator[Keyed]:
+def _rows(file: pathlib.Path, columns: Sequence[str]) -> Iterator[Labelled]:
   import pyarrow
   from pyarrow import parquet
 
@@ -78,33 +69,10 @@ def _rows(file: pathlib.Path, columns: Sequence[str]) -> Iterator[Keyed]:
     for batch in reader.iter_batches(_ROWS, columns=list(columns) or None):
       for row in plain_rows(batch):
         number += 1
-        yield f"{file}, row {number}", None, row
+        yield f"{file}, row {number}", row
   except errors as error:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     raise ValueError(f"{file} cannot be read: {reason}") from error
 
 
-def _keep(
-  file: pathlib.Path,
-  chosen: Iterator[tuple[Any, Example]],
-  _: Callable[[Row], Example],
-) -> Examples:
-  ends = array.array("q", [0])
-  try:
-    with tempfile.TemporaryFile(prefix="grpojax-") as copy:
-      for _, row in chosen:
-        ends.append(ends[-1] + copy.write(json.dumps(row).encode() + b"\n"))
-      copy.flush()
-      if not ends[-1]:  # mmap refuses an empty file
-        return Examples(0, lambda i: {})
-      mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
-  except OSError as error:
-    raise ValueError(
-      f"{file} could not be copied to a temporary file ({error}): set TMPDIR "
-      "to a disk with more space"
-    ) from error
-  read = lambda i: json.loads(mapped[ends[i] : ends[i + 1]])
-  return Examples(len(ends) - 1, read)
-
-
-load = functools.partial(rows_lib.load, "parquet", _rows, _keep)
+load = functools.partial(rows_lib.load, "parquet", _rows)

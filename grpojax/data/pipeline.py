@@ -7,7 +7,9 @@ the number of prompts taken from it, for any batch size. A `Mixture` combines
 several data sets with weights.
 """
 
+import bisect
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ import numpy as np
 
 from grpojax.core.types import Prompts
 from grpojax.data.drawn import ENDLESS
-from grpojax.data.examples import SOURCE, Example, Examples, concatenate
+from grpojax.data.examples import SOURCE, Example, Examples
 
 Encode = Callable[[Any], tuple[str, Sequence[int]]]
 
@@ -45,9 +47,14 @@ class Mixture(Examples):
 
   def __init__(self, parts: Sequence[Part]):
     self.parts = tuple(parts)
-    read = lambda i, j: _named(parts[i].examples[j], parts[i].name)
-    whole = concatenate([len(part.examples) for part in parts], read)
-    super().__init__(len(whole), whole.read)
+    sizes = [len(part.examples) for part in parts]
+    starts = [0, *itertools.accumulate(sizes)]
+
+    def read(index: int) -> Example:
+      i = bisect.bisect_right(starts, index) - 1
+      return _named(parts[i].examples[index - starts[i]], parts[i].name)
+
+    super().__init__(starts[-1], read)
 
 
 def _named(example: Example, name: str) -> Example:
@@ -103,11 +110,13 @@ def prompt_batches(
     dataset = grain.MapDataset.mix(parts, weights)
   else:
     dataset = stream(examples, np.random.SeedSequence(seed))
-  options = {"max_prompt_length": max_prompt_length, "pad_id": pad_id}
-  options |= {"encode": encode, "target": target}
-  dataset = dataset[start:].map(functools.partial(row, **options))
-  # grain overflows if it keeps the remainder of an endless stream.
-  dataset = dataset.batch(batch_size, drop_remainder=repeat, batch_fn=collate)
+  limit = max_prompt_length
+  dataset = dataset[start:].map(lambda x: row(x, encode, limit, target))
+  dataset = dataset.batch(
+    batch_size,
+    drop_remainder=repeat,  # grain overflows on the end of an endless stream
+    batch_fn=lambda rows: collate(rows, limit, pad_id),
+  )
   # The thread delivers batches in order, so results do not depend on timing.
   reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
   return iter(dataset.to_iter_dataset(reading))
@@ -117,10 +126,9 @@ def row(
   example: Example,
   encode: Encode,
   max_prompt_length: int,
-  pad_id: int,
   target: Callable[[Example], dict[str, np.ndarray]] | None = None,
-) -> tuple[np.ndarray, int, Any, Example]:
-  """Returns an example's `(padded ids, length, target arrays, example)`."""
+) -> tuple[Sequence[int], Any, Example]:
+  """Returns an example's `(token ids, target arrays, example)`."""
   text, ids = encode(example["prompt"])
   if not len(ids):
     raise ValueError(f"a prompt without tokens: remove {example['prompt']!r}")
@@ -130,18 +138,30 @@ def row(
       f" {max_prompt_length}: raise it, or set --config.data.too_long = 'drop';"
       f" the prompt begins {text[:80]!r}"
     )
-  padded = np.full(max_prompt_length, pad_id, np.int32)
-  padded[: len(ids)] = ids
   arrays = None if target is None else target(example)
-  return padded, len(ids), arrays, {**example, "prompt_text": text}
+  return ids, arrays, {**example, "prompt_text": text}
 
 
-def collate(rows: Sequence[tuple]) -> tuple[Prompts, list[Example]]:
-  """Stacks results of `row`; returns the prompts and examples of a batch."""
-  ids, lengths, arrays, examples = zip(*rows, strict=True)
-  prompt_ids = np.stack(ids)
-  mask = np.arange(prompt_ids.shape[1]) < np.array(lengths)[:, None]
+def collate(
+  rows: Sequence[tuple], width: int, pad_id: int
+) -> tuple[Prompts, list[Example]]:
+  """Joins results of `row`; returns the prompts and examples of a batch."""
+  ids, arrays, examples = zip(*rows, strict=True)
   targets = None
   if arrays[0] is not None:
     targets = {name: np.stack([a[name] for a in arrays]) for name in arrays[0]}
-  return Prompts(prompt_ids, mask, targets), list(examples)
+  return padded(ids, width, pad_id, targets), list(examples)
+
+
+def padded(
+  rows: Sequence[Sequence[int]],
+  width: int,
+  pad_id: int,
+  targets: dict[str, np.ndarray] | None = None,
+) -> Prompts:
+  """Pads rows of token ids on the right."""
+  mask = np.arange(width) < np.array([*map(len, rows)])[:, None]
+  ids = np.full(mask.shape, pad_id, np.int32)
+  # The mask is filled row by row, in the order of the chained ids.
+  ids[mask] = list(itertools.chain(*rows))
+  return Prompts(ids, mask, targets)

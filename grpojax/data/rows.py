@@ -1,25 +1,32 @@
 """Converts rows of any data set to examples, and finds the files of a split.
 
+Opening a data set checks every row and copies the examples of a split, as JSON,
+to an unnamed temporary file in TMPDIR, which the system frees when the program
+ends. So data may be larger than memory, and files may change during a run.
+
 A field name with dots refers to a nested field. A missing field "answer" is
 replaced by reward_model["ground_truth"], as in files for verl.
 """
 
+import array
 import datetime
 import decimal
 import glob
 import hashlib
 import itertools
+import json
+import mmap
 import os
 import pathlib
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from grpojax.data import examples as examples_lib
-from grpojax.data.examples import Example, Examples
+from grpojax.data.examples import Example, Examples, check_split, prompt_key
 
 Row = dict[str, Any]
-Keyed = tuple[str, Any, Row]  # label for errors, key to read it again, row
+Labelled = tuple[str, Row]  # label for errors, row
 
 # File names of each split; the first existing name is used.
 _NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
@@ -149,32 +156,52 @@ def _plain(item: Any, column: str) -> Any:
   )
 
 
-def chosen(
-  rows: Iterable[Keyed],
+def examples(
+  rows: Iterable[Labelled],
   read: Callable[[Row], Example],
   split: str,
   share: int | float,
   most: int | None,
-) -> Iterator[tuple[Any, Example]]:
-  """Yields (key, example) for up to `most` rows of a split (None: all rows).
+  source: str,
+) -> Examples:
+  """Copies up to `most` examples of a split (None: all) to a temporary file.
 
   A hash puts a `share` of the prompts into the test split, so that the splits
-  have no prompt in common. With share 0 all rows are in `split`.
+  have no prompt in common. With share 0 all rows are in `split`. ValueError,
+  which names the `source` of the rows, if the split is empty.
   """
 
-  def in_split() -> Iterator[tuple[Any, Example]]:
-    for label, key, row in rows:
+  def in_split() -> Iterator[Example]:
+    for label, row in rows:
       try:
         example = read(row)
       except (RecursionError, ValueError) as error:
         raise ValueError(f"{label}: {error}") from error
-      text = examples_lib.prompt_key(example["prompt"]).encode()
+      text = prompt_key(example["prompt"]).encode()
       digest = hashlib.blake2b(text, digest_size=8).digest()
       held_out = int.from_bytes(digest, "big") < share * 2**64
       if not share or held_out == (split == "test"):
-        yield key, example
+        yield example
 
-  return itertools.islice(in_split(), most)
+  ends = array.array("q", [0])
+  try:
+    with tempfile.TemporaryFile(prefix="grpojax-") as copy:
+      for example in itertools.islice(in_split(), most):
+        line = json.dumps(example).encode() + b"\n"
+        ends.append(ends[-1] + copy.write(line))
+      if len(ends) == 1:
+        raise ValueError(
+          f"no {split!r} row in {source}: check data.options.test"
+        )
+      copy.flush()
+      mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
+  except OSError as error:
+    raise ValueError(
+      f"{source} cannot be read, or copied to a temporary file ({error}): "
+      "check the data, or set TMPDIR to a disk with more space"
+    ) from error
+  read_copy = lambda i: json.loads(mapped[ends[i] : ends[i + 1]])
+  return Examples(len(ends) - 1, read_copy)
 
 
 def check_share(share: int | float) -> None:
@@ -200,8 +227,7 @@ def check_columns(
 
 def load(
   kind: str,
-  rows: Callable[[pathlib.Path, Sequence[str]], Iterator[Keyed]],
-  keep: Callable[..., Examples],
+  rows: Callable[[pathlib.Path, Sequence[str]], Iterator[Labelled]],
   split: str,
   *,
   path: str | os.PathLike = "",
@@ -219,13 +245,12 @@ def load(
   ValueError for a missing file, a malformed row or an empty split.
 
   - `kind`: "jsonl" or "parquet", the value of data.name and the file suffix.
-  - `rows`: `(file, columns) -> iterator of Keyed`.
-  - `keep`: `(file, chosen, reader) -> random access` to the chosen examples.
+  - `rows`: `(file, columns) -> iterator of Labelled`.
   - `path`: a file, a pattern of files ("part-*.jsonl"), or a directory with
     files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
   - `test`: share held out as the test split, or this split's file or pattern.
   """
-  examples_lib.check_split(split)
+  check_split(split)
   file_split = split
   share = test
   if isinstance(test, str):  # both splits have their own files
@@ -234,19 +259,12 @@ def load(
     share = 0
   check_share(share)
   read = reader(prompt, answer, messages, answer_after, columns)
-  parts: list[Examples] = []
   files = _files(path, file_split, share, kind)
-  for file in files:
-    remaining = None if size is None else size - sum(map(len, parts))
-    if remaining == 0:
-      break
-    examples = chosen(rows(file, columns), read, split, share, remaining)
-    parts.append(keep(file, examples, read))
-  if not any(map(len, parts)):
-    names = files[0] if len(files) == 1 else f"{len(files)} files of data.path"
-    raise ValueError(f"no {split!r} row in {names}: check data.options.test")
-  sizes = [*map(len, parts)]
-  return examples_lib.concatenate(sizes, lambda i, j: parts[i][j])
+  labelled = itertools.chain.from_iterable(rows(x, columns) for x in files)
+  source = (
+    str(files[0]) if len(files) == 1 else f"{len(files)} files of data.path"
+  )
+  return examples(labelled, read, split, share, size, source)
 
 
 def _files(

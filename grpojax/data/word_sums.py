@@ -10,7 +10,6 @@ equation per step, "12 + 7 = 19" and "19 - 5 = 14", or calls a tool with
 "12 + 7 - 5" (`environments.calculator`). `drawn.split_of` assigns the split.
 """
 
-import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -61,22 +60,15 @@ def load(
   if not 0 <= shots <= _MOST_SHOTS:
     raise ValueError(f"shots = {shots}: must be 0 to {_MOST_SHOTS}")
   chat = _solved(shots, bounds, largest, tool)
-  draw = functools.partial(_example, split, bounds, largest, chat)
+
+  def draw(rng: np.random.Generator) -> Example:
+    count = int(rng.integers(*bounds, endpoint=True))
+    prompt, numbers = _draw(split, rng, count, largest)
+    if chat:
+      prompt = [*chat, {"role": "user", "content": prompt}]
+    return {"prompt": prompt, "answer": str(sum(numbers))}
+
   return drawn.load(split, draw, seed=seed, size=size)
-
-
-def _example(
-  split: str,
-  steps: tuple[int, int],
-  largest: int,
-  chat: list[dict[str, str]],
-  rng: np.random.Generator,
-) -> Example:
-  count = int(rng.integers(*steps, endpoint=True))
-  prompt, numbers = _draw(split, rng, count, largest)
-  if chat:
-    prompt = [*chat, {"role": "user", "content": prompt}]
-  return {"prompt": prompt, "answer": str(sum(numbers))}
 
 
 def _solved(

@@ -33,7 +33,8 @@ from grpojax.environments import tools as tools_lib
 from grpojax.environments.protocol import Step, is_step, to_step
 from grpojax.environments.replay import seeded
 from grpojax.rewards.conventions import by_keyword, refuse_asynchronous
-from grpojax.rewards.functions import label, load
+from grpojax.rewards.functions import label
+from grpojax.runtime.processes.user_calls import load
 
 ENVIRONMENTS = {"retry": "grpojax.environments.retry"}
 """Built-in environments and their modules."""

@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpojax.environments.protocol import Step
-from grpojax.rewards.conventions import nearest
 from grpojax.runtime.processes import user_calls
-from grpojax.runtime.processes.user_calls import WrongAnswer
+from grpojax.runtime.processes.user_calls import WrongAnswer, nearest
 
 
 class Call(NamedTuple):

@@ -113,19 +113,17 @@ def by_step(columns: Columns, name: str) -> dict[int, float]:
 def _curve(name: str, columns: Columns) -> Curve:
   steps, values = columns[name]
   lows, highs = (by_step(columns, f"{name}{x}") for x in ("_low", "_high"))
-  # The metric's own 95% interval by step, if any; a high of None is infinite.
-  bounds = {s: (lows[s], highs.get(s)) for s in steps if s in lows}
   chosen = thinned(np.array(values))
   curve: Curve = {
     "x": [steps[i] for i in chosen],
     "y": [short(values[i]) for i in chosen],
     "last": short(values[-1]),
   }
-  if not bounds:
+  # The metric's own 95% interval by step, if any; a high of None is infinite.
+  if not lows.keys() & steps:
     return curve | {"blocks": blocks(steps, values)}
-  for i, side in enumerate(("low", "high")):
-    ends = [bounds.get(step, (None, None))[i] for step in curve["x"]]
-    curve[side] = [None if end is None else short(end) for end in ends]
+  for side, ends in (("low", lows), ("high", highs)):
+    curve[side] = [short(ends[s]) if s in ends else None for s in curve["x"]]
   return curve
 
 

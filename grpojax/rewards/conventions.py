@@ -23,7 +23,6 @@ else the column ground_truth or answer; extra_info is {} by default. The result
 is a number, or a dict with "score" and other numbers to log.
 """
 
-import difflib
 import functools
 import inspect
 import types
@@ -31,6 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpojax.data.examples import READ, SOURCE
+from grpojax.runtime.processes.user_calls import nearest
 
 TRL = ("prompts", "completions", "completion_ids")
 VERL = ("solution_str",)
@@ -206,12 +206,6 @@ def by_keyword(function: Callable[..., Any]) -> tuple[list[str], bool]:
     if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
   ]
   return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def nearest(name: str, candidates: Collection[str]) -> str:
-  """Returns "; did you mean ...?" for the closest name, or ""."""
-  close = difflib.get_close_matches(name, candidates, 1)
-  return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _convention(

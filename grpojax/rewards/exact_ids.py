@@ -1,5 +1,6 @@
 """The reward `exact_answer` on token ids, for use inside a compiled step."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,11 +122,8 @@ def _token_texts(tokenizer: Any) -> list[str]:
     text = around[1:-1]
     if around != f"#{text}#" or "\ufffd" in text:
       raise _unfit(f"token {token} between two # is decoded as {around!r}")
-    mixed = any(
-      c == "#" or c.isspace() or (c.isdigit() and token not in special)
-      for c in text
-    )
-    if len(text) > 1 and not text.isspace() and mixed:
+    part = r"[#\s]" if token in special else r"[#\s\d]"
+    if len(text) > 1 and not text.isspace() and re.search(part, text):
       raise _unfit(f"token {token} is {text!r}")
     texts.append(text)
   if missing := set("#0123456789") - set(texts):

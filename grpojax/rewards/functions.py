@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpojax.rewards import conventions
-from grpojax.rewards.conventions import nearest
 from grpojax.runtime.processes import user_calls
+from grpojax.runtime.processes.user_calls import nearest
 
 BUILT_IN = {
   "exact_answer": "exact",
@@ -38,13 +38,6 @@ def label(name: str) -> str:
   return name.rpartition(":")[2]
 
 
-def split(path: str) -> tuple[str, str]:
-  """Splits "PLACE:NAME", "file.py" (no name) or "NAME" into (place, name)."""
-  place, _, name = path.rpartition(":")
-  # Directory names may contain a colon.
-  return (path, "") if path.endswith(".py") else (place, name)
-
-
 Reward = Callable[[str, str, dict[str, Any]], Any] | conventions.Trl
 """`(prompt, completion, example) -> float | None`, or a dict with numbers to
 log; or a `Trl` function of all completions of a prompt."""
@@ -56,7 +49,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   ValueError if it cannot be loaded, or has wrong parameters or options.
   """
   paths = {key: f"grpojax.rewards.{BUILT_IN[key]}:{key}" for key in BUILT_IN}
-  function = load(f"reward {name!r}", name, paths)
+  function = user_calls.load(f"reward {name!r}", name, paths)
   if not callable(function):
     raise ValueError(f"reward {name!r} is not a function: {function!r:.80}")
   reward = conventions.follow(name, function, dict(options or {}))
@@ -71,27 +64,6 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 def workers_for(names: Sequence[str], workers: int) -> int:
   """Returns the number of workers, at least 1 if Math-Verify may be used."""
   return workers or int(any(name in READ_ANSWERS for name in names))
-
-
-def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
-  """Loads an object (package.module:NAME or file.py:NAME) or a file (file.py).
-
-  `built_in` maps short names to paths. ValueErrors begin with `subject`.
-  """
-  place, name = split(built_in.get(path, path))
-  if not place and path not in built_in:
-    raise ValueError(
-      f"unknown {subject}: choose one of {list(built_in)}, or your own as "
-      "package.module:NAME or path/to/file.py:NAME"
-      f"{nearest(path, list(built_in))}"
-    )
-  module = user_calls.load_module(subject, place or name)
-  if not place or not name:
-    return module
-  if not hasattr(module, name):
-    hint = nearest(name, [n for n in vars(module) if n[0] != "_"])
-    raise ValueError(f"{subject}: {place} has no {name!r}{hint}")
-  return getattr(module, name)
 
 
 def resolve_all(

@@ -14,6 +14,7 @@ import numpy as np
 
 from grpojax.core import meshes
 from grpojax.core.types import LM, Params
+from grpojax.data import pipeline
 from grpojax.models import huggingface as hf
 
 Chat = list[dict[str, Any]]
@@ -34,18 +35,15 @@ def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
 
 def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
   """Yields batches `(indices, ids, mask)`, padded to the next larger length."""
-  sizes = np.array([len(row) for row in rows])
-  bins = np.searchsorted(lengths, sizes)
+  bins = np.searchsorted(lengths, [len(row) for row in rows])
   for i, length in enumerate(lengths):
     (members,) = np.nonzero(bins == i)
     for start in range(0, len(members), batch_size):
       indices = members[start : start + batch_size]
-      ids = np.zeros((batch_size, length), np.int32)
-      used = np.ones(batch_size, np.int32)  # padding rows have length 1
-      used[: len(indices)] = sizes[indices]
-      for row, index in zip(ids, indices, strict=False):
-        row[: sizes[index]] = rows[index]
-      yield indices, ids, np.arange(length) < used[:, None]
+      batch = [rows[i] for i in indices]
+      batch += [[0]] * (batch_size - len(batch))
+      padded = pipeline.padded(batch, length, pad_id=0)
+      yield indices, padded.prompt_ids, padded.prompt_mask
 
 
 def make_reward_model(

@@ -171,9 +171,12 @@ class Pool(WorkerPool):
     `check_signals` is called as in `results`; if it raises, the pool abandons
     all submissions.
     """
-    # outcomes[submission][place][function]
-    outcomes = {sent: collections.defaultdict(dict) for sent in submissions}
-    no_value = itertools.repeat(Outcome(None))
+    groups = [group for sent in submissions for group in sent.groups]
+    sizes = [len(sent.groups) for sent in submissions]
+    starts = itertools.accumulate(sizes, initial=0)
+    first = dict(zip(submissions, starts, strict=False))  # rows of the batch
+    # Outcomes by (row of the batch, index in the group, function).
+    outcomes = collections.defaultdict(lambda: Outcome(None))
     for sent, done in self.results(submissions, check_signals):
       indices, places = sent.tasks[done.index]
       values = done.outcomes
@@ -184,28 +187,30 @@ class Pool(WorkerPool):
         values = values[:ended] + [Outcome(None, done.error)] * len(places)
       # A worker answers function by function, each for all completions.
       keys = itertools.product(indices, places)
-      values = itertools.chain(values, no_value)
-      for (i, place), outcome in zip(keys, values, strict=False):
-        outcomes[sent][place][i] = outcome
-    # Rows of the batch: each item with its outcomes by function.
-    rows = [
-      [(item, outcomes[sent][b, g]) for g, item in enumerate(group)]
-      for sent in submissions
-      for b, group in enumerate(sent.groups)
-    ]
-    shape = len(rows), submissions[0].size
+      for (i, (b, g)), outcome in zip(keys, values, strict=False):
+        outcomes[first[sent] + b, g, i] = outcome
+    return self._group_rewards(groups, submissions[0].size, outcomes)
+
+  def _group_rewards(
+    self,
+    groups: Sequence[Sequence[Item]],
+    size: int,
+    outcomes: Mapping[tuple[int, int, int], Outcome],
+  ) -> GroupRewards:
+    """Sums the outcomes of each completion's functions."""
+    shape = len(groups), size
     all_missing = functools.partial(np.full, shape, np.nan)
     rewards = all_missing()
     values = {name: all_missing() for name in self.names}
     extras = collections.defaultdict(all_missing)
     failed = np.zeros(shape, bool)
-    failures: list[list[Sequence[Failure]]] = [[] for _ in rows]
+    failures: list[list[Sequence[Failure]]] = [[] for _ in groups]
     for b, g in np.ndindex(shape):
-      (prompt, completion, _), by_function = rows[b][g]
+      prompt, completion, _ = groups[b][g]
       errors = {}
       scores = []
       for i, name in enumerate(self.names):
-        value, error, numbers = by_function[i]
+        value, error, numbers = outcomes[b, g, i]
         scores.append(value)
         values[name][b, g] = np.nan if value is None else value
         if error is not None:

@@ -1,5 +1,3 @@
-import pickle
-
 import numpy as np
 import pytest
 
@@ -28,14 +26,14 @@ def test_examples_have_the_documented_form_and_value():
   assert 150 < products < 250  # five standard deviations around a half
 
 
-def test_examples_do_not_depend_on_process_order_or_size():
+def test_examples_do_not_depend_on_order_or_size():
   examples = arithmetic.load("train", seed=0)
   assert examples[0] == {"prompt": "88*9+59", "answer": "851"}
   assert examples[2**31 - 2] == {"prompt": "83+88+99+53+58", "answer": "381"}
   test = arithmetic.load("test", seed=0, size=10)
   assert test[0] == {"prompt": "79*6+48+98", "answer": "620"}
   backwards = [examples[i] for i in reversed(range(9))][::-1]
-  again = pickle.loads(pickle.dumps(arithmetic.load("train", seed=0, size=9)))
+  again = arithmetic.load("train", seed=0, size=9)
   assert [again[np.int64(i)] for i in range(9)] == backwards
 
 

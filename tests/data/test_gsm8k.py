@@ -2,13 +2,12 @@
 
 import fcntl
 import importlib
-import os
 import pathlib
-import subprocess
 import sys
 import types
 
 import pytest
+from run_helpers import start
 
 from grpojax.data import gsm8k
 from grpojax.data.examples import SPLITS
@@ -81,22 +80,15 @@ def test_both_local_copies_hold_the_same_problems(below, split, prepared):
 
 @pytest.mark.slow
 def test_the_default_directory_needs_no_tensorflow_and_no_network(prepared):
-  code = """if True:
+  code = """
     import socket, sys
     def refuse(*args): raise AssertionError("the network was tried")
     socket.socket.connect = refuse
     from grpojax.data import gsm8k
     print(len(gsm8k.load("test")), "tensorflow" in sys.modules)
   """
-  root = pathlib.Path(__file__).parents[2]
-  environment = {"TFDS_DATA_DIR": str(prepared), "PYTHONPATH": str(root)}
-  result = subprocess.run(
-    [sys.executable, "-c", code],
-    env=os.environ | environment,
-    capture_output=True,
-    text=True,
-  )
-  assert result.stdout == "32 False\n", result.stderr
+  program = start(code, TFDS_DATA_DIR=str(prepared))
+  assert program.communicate() == ("32 False\n", "")
 
 
 def test_a_single_process_prepares_the_data(tmp_path, monkeypatch):

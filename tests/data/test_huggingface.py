@@ -8,15 +8,13 @@ import pathlib
 import subprocess
 import sys
 
+import hub_server
 import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet as pq
 
 from grpojax.data import datasets
-
-sys.path.append(str(pathlib.Path(__file__).parents[1]))
-import hub_server  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LATER = "b" * 40

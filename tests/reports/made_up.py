@@ -50,24 +50,23 @@ def _step(rng, step, steps, better):
   return row
 
 
-def _evaluation(rng, step, steps, better, prompts=60):
+def _evaluation(rng, step, steps, better):
   share = 0.1 + 0.85 * (1 - math.exp(-3 * step / steps)) * better
-  right = "".join("01"[rng.random() < share] for _ in range(prompts))
-  mean = right.count("1") / prompts
-  row = {"step": step, "accuracy": mean, "prompts": prompts}
+  right = "".join("01"[rng.random() < share] for _ in range(60))
+  mean = right.count("1") / 60
+  row = {"step": step, "accuracy": mean, "prompts": 60}
   row |= {"accuracy_low": max(mean - 0.1, 0), "accuracy_high": mean + 0.05}
   return row, {"step": step, "problems": "asked", "right": right}
 
 
-def _samples(rng, step, groups, size, texts):
+def _samples(rng, step):
   rows = []
-  for i in range(groups * size):
-    group, number = divmod(i, size)
+  for i, text in enumerate(HOSTILE):
+    group, number = divmod(i, 4)
     right = float(number % 2)
-    text = texts[i % len(texts)]
     words = [text[i : i + 3] for i in range(0, len(text), 3)] + ["<|end|>"]
     row = {"step": step, "group": group, "answer": "7", "completion": text}
-    row |= {"prompt": f"{texts[group % len(texts)]} prompt {group}\n"}
+    row |= {"prompt": f"{HOSTILE[group]} prompt {group}\n"}
     row |= {"reward": right, "advantage": right - 0.5}
     row |= {"rewards": {"exact_answer": right, "format": 0.5}}
     row |= {"truncated": number == 3, "tokens": words}
@@ -77,17 +76,7 @@ def _samples(rng, step, groups, size, texts):
   return rows
 
 
-def make_run(
-  path,
-  *,
-  seed=0,
-  steps=60,
-  better=1.0,
-  every=10,
-  groups=2,
-  size=4,
-  texts=HOSTILE,
-):
+def make_run(path, seed=0, steps=60, better=1.0):
   """Writes the files of a run from a seed."""
   rng = random.Random(seed)
   path.mkdir(parents=True)
@@ -101,20 +90,19 @@ def make_run(
       high = round(64 * min(max(metrics[-1]["reward_mean"], 0), 1))
       pairs = [[0.0, 64 - high], [1.0, high]]
       counts.append({"step": step, "counts": pairs})
-    if step % every == 0:
+    if step % 10 == 0:
       row, right = _evaluation(rng, step, steps, better)
       metrics.append(row)
       answers.append(right)
-    if step and step % every == 0:
-      samples += _samples(rng, step, groups, size, texts)
+      samples += _samples(rng, step) if step else []
   _lines(path / "metrics.jsonl", metrics)
   _lines(path / "evaluations.jsonl", answers)
   _lines(path / "rewards.jsonl", counts)
   _lines(path / "samples.jsonl", samples)
-  failure = {"step": 3, "function": texts[0], "reason": texts[1]}
-  failure |= {"prompt": texts[1], "completion": texts[-1]}
+  failure = {"step": 3, "function": HOSTILE[0], "reason": HOSTILE[1]}
+  failure |= {"prompt": HOSTILE[1], "completion": HOSTILE[-1]}
   _lines(path / "failures.jsonl", [failure])
   settings = {"name": "made-up", "seed": seed, "steps": steps}
-  settings |= {"model": {"path": texts[0]}}
+  settings |= {"model": {"path": HOSTILE[0]}}
   (path / "config.json").write_text(json.dumps(settings))
   return path

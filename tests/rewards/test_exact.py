@@ -7,6 +7,7 @@ import pytest
 
 from grpojax.core.ends import Ends
 from grpojax.core.types import Rollout
+from grpojax.data import pipeline
 from grpojax.rewards import exact, exact_ids
 from grpojax.runtime.text import tokenization
 
@@ -62,18 +63,13 @@ def functions(eos_ids, longest):
 def rewards(eos_ids, longest, rows, answer, width):
   """Returns the rewards of id lists, computed as a rollout [B, G = 2, T]."""
   target, reward = functions(eos_ids, longest)
-  rows = rows + [[]] * (len(rows) % 2)
-  ids = np.zeros((len(rows), width), np.int32)
-  mask = np.zeros((len(rows), width), bool)
-  for i, row in enumerate(rows):
-    ids[i, : len(row)] = row
-    mask[i, : len(row)] = True
-  shape = (len(rows) // 2, 2, width)
+  tokens = pipeline.padded(rows + [[]] * (len(rows) % 2), width, PAD)
+  shape = (-(-len(rows) // 2), 2, width)
   rollout = Rollout(
     prompt_ids=jnp.zeros((shape[0], 1), jnp.int32),
     prompt_mask=jnp.ones((shape[0], 1), bool),
-    completion_ids=jnp.asarray(ids.reshape(shape)),
-    completion_mask=jnp.asarray(mask.reshape(shape)),
+    completion_ids=jnp.asarray(tokens.prompt_ids.reshape(shape)),
+    completion_mask=jnp.asarray(tokens.prompt_mask.reshape(shape)),
     logprobs=jnp.zeros(shape),
     finished=jnp.ones(shape[:2], bool),
   )

@@ -4,13 +4,11 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import numpy as np
 import pytest
+from run_helpers import start
 
 from grpojax.rewards import groups, worker
 from grpojax.rewards.pool import Failure, Pool
@@ -19,7 +17,6 @@ from grpojax.runtime.processes import workers
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
 BEHAVE = f"{USER}:behave"
 PROMPT = f"{USER}:length_of_prompt"
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def send(pool, *completions):
@@ -194,24 +191,12 @@ def test_neighbouring_jobs_have_different_prompts():
   assert "".join(prompt for prompt, _, _ in items) == "abc" * 4
 
 
-def started(code):
-  """Starts a Python process that runs the code."""
-  return subprocess.Popen(
-    [sys.executable, "-c", textwrap.dedent(code)],
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    start_new_session=True,
-  )
-
-
 def test_forked_children_do_not_continue_the_program(tmp_path):
   """Forks while a file is loaded, and while a function is called."""
   file = tmp_path / "mine.py"
   file.write_text("import os\nos.fork()\ndef reward(*args): return 1.0\n")
   names = [f"{file}:reward", BEHAVE]
-  program = started(f"""
+  program = start(f"""
     from grpojax.rewards.pool import Pool
     with Pool({names!r}) as pool:
       sent = pool.submit([[("", "twice 3 0.1", {{}})]], 1)
@@ -224,7 +209,7 @@ def test_forked_children_do_not_continue_the_program(tmp_path):
 @pytest.mark.slow
 def test_check_signals_can_abandon_rewards(tmp_path):
   """With workers while it waits, without them between completions."""
-  start = time.monotonic()
+  began = time.monotonic()
   done = tmp_path / "done"
   calls = []
 
@@ -242,7 +227,7 @@ def test_check_signals_can_abandon_rewards(tmp_path):
     send(pool, *["hang"] * 9)
     time.sleep(0.2)
   assert not done.exists()
-  assert time.monotonic() < start + 30
+  assert time.monotonic() < began + 30
   calls.clear()
   with Pool([BEHAVE]) as pool, pytest.raises(InterruptedError):
     pool.collect([send(pool, *"12345")], check_signals)
@@ -281,7 +266,7 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_parent(which):
   completions = ["hang"] if which == signal.SIGKILL else ["sleep", "hang"] * 4
-  program = started(f"""
+  program = start(f"""
     import signal, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it
     from grpojax.rewards.pool import Pool

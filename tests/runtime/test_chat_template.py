@@ -1,16 +1,12 @@
 """Prompts of the chat families, in their published formats."""
 
 import functools
-import pathlib
-import sys
 
 import pytest
+from runtime import chats
+from runtime.chats import GEMMA
 
 from grpojax.runtime.text import tokenization
-
-sys.path.append(str(pathlib.Path(__file__).parent))
-import chats  # noqa: E402
-from chats import GEMMA  # noqa: E402
 
 QWEN = chats.chat(
   "{% if m.role != 'system' %}" + chats.START + "{{ c + '<|im_end|>\n' }}"

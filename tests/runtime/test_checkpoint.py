@@ -8,8 +8,6 @@ import pathlib
 import random
 import resource
 import shutil
-import subprocess
-import sys
 import time
 import types
 
@@ -18,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from run_helpers import start
 
 from grpojax.core.types import TrainState
 from grpojax.runtime import checkpoint
@@ -200,7 +199,8 @@ def test_notes_are_saved_and_metadata_checked(tmp_path):
 def test_an_error_of_this_process_is_raised(ended, tmp_path, monkeypatch):
   monkeypatch.setattr(checkpoint, "_POLL", 0.02)
   monkeypatch.setattr(checkpoint, "_logged_errors", [])
-  monkeypatch.setattr(interrupts, "skip_end", lambda code: None)
+  codes = []
+  monkeypatch.setattr(interrupts, "skip_end", codes.append)
   polls = []
 
   def result(timeout):
@@ -229,6 +229,8 @@ def test_an_error_of_this_process_is_raised(ended, tmp_path, monkeypatch):
       with pytest.raises(disk.WriteFailed, match=message):
         checkpoint.wait(ckptr)
       assert len(polls) == (1 if ended == "here" else 2)
+      assert codes == [1]
+      checkpoint.wait(ckptr)  # raises no second time
     monkeypatch.setattr(distributed, "count", lambda: 1)
 
 
@@ -241,32 +243,6 @@ def _no_file_larger_than(size: int):
     yield
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
-@pytest.mark.slow
-def test_a_failed_save_is_reported_by_check(tmp_path, caplog, monkeypatch):
-  left = []
-  monkeypatch.setattr(interrupts, "skip_end", left.append)
-  folder = tmp_path / "checkpoints"
-  large = _state(2, 3000)
-  # Compiles now, because JAX writes compiled programs to files too.
-  stored_arrays.describe(stored_arrays.without_keys(large))
-  with checkpoint.open_checkpointer(folder) as ckptr:
-    checkpoint.save(ckptr, 1, _state(1))
-    checkpoint.wait(ckptr)
-    with _no_file_larger_than(2000):
-      checkpoint.save(ckptr, 2, large)
-      with pytest.raises(disk.WriteFailed) as error:
-        while True:
-          checkpoint.check(ckptr)
-    assert "File too large" in str(error.value)
-    assert f"last good checkpoint is {folder}/1" in str(error.value)
-    checkpoint.wait(ckptr)  # raises no second time
-  assert left == [1]
-  assert os.listdir(folder) == ["1"]
-  assert not caplog.records  # no tracebacks of Orbax's threads
-  _assert_resumes(folder, 1)
-  _assert_resumes(_saved(folder, 2), 2)
 
 
 INTERRUPTED = """
@@ -282,9 +258,8 @@ async def slow(self):
   await end(self)
 atomicity.AtomicRenameTemporaryPath.finalize = slow
 
-sys.path.insert(0, sys.argv[2])
-import test_checkpoint
 from grpojax.runtime import checkpoint
+from runtime import test_checkpoint
 try:
   with checkpoint.open_checkpointer(sys.argv[1]) as ckptr:
     checkpoint.save(ckptr, 1, test_checkpoint._state(1))
@@ -296,14 +271,9 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 def test_an_interrupt_while_a_save_is_in_flight(tmp_path):
-  here = pathlib.Path(__file__).parent
-  done = subprocess.run(
-    [sys.executable, "-c", INTERRUPTED, tmp_path, here],
-    cwd=here.parents[1],
-    capture_output=True,
-    text=True,
-  )
-  assert (done.returncode, done.stderr) == (1, "interrupted\n")
+  program = start(INTERRUPTED, tmp_path)
+  assert program.communicate() == ("", "interrupted\n")
+  assert program.returncode == 1
   _assert_resumes(tmp_path, 1, readonly=True)
 
 
@@ -323,18 +293,19 @@ def test_parameters_are_saved_once(tmp_path):
 
 
 SIZE = 1_000_000  # 12 MB a checkpoint
-
-
-def _train(folder: str) -> None:
-  """Resumes, then saves as fast as possible, in the process to be killed."""
-  with checkpoint.open_checkpointer(folder) as ckptr:
-    if step := checkpoint.latest_step(ckptr) or 0:
-      restored = checkpoint.restore(ckptr, _state(0, SIZE))
-      _assert_same(restored, _state(step, SIZE))
-    while True:
-      step += 1
-      checkpoint.save(ckptr, step, _state(step, SIZE))
-      print(step, flush=True)
+# Resumes, then saves as fast as possible until it is killed.
+TRAIN = """
+import sys
+from grpojax.runtime import checkpoint
+from runtime.test_checkpoint import SIZE, _assert_same, _state
+with checkpoint.open_checkpointer(sys.argv[1]) as ckptr:
+  if step := checkpoint.latest_step(ckptr) or 0:
+    _assert_same(checkpoint.restore(ckptr, _state(0, SIZE)), _state(step, SIZE))
+  while True:
+    step += 1
+    checkpoint.save(ckptr, step, _state(step, SIZE))
+    print(step, flush=True)
+"""
 
 
 @pytest.mark.slow
@@ -342,15 +313,8 @@ def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
   clock = random.Random(0)
   previous = 0
   torn = 0
-  path = [str(pathlib.Path(__file__).parents[2]), os.getenv("PYTHONPATH")]
-  env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
   for _ in range(4):
-    child = subprocess.Popen(
-      [sys.executable, __file__, str(tmp_path)],
-      env=env,
-      stdout=subprocess.PIPE,
-      text=True,
-    )
+    child = start(TRAIN, tmp_path)
     try:
       for _ in range(3):  # starts of saves
         line = child.stdout.readline()
@@ -366,10 +330,6 @@ def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
     assert step >= int(line) - 1 > previous
     previous = step
   assert torn, "no kill came during a save"
-
-
-if __name__ == "__main__":
-  _train(sys.argv[1])
 
 
 def test_messages_of_a_failed_load_are_filtered():

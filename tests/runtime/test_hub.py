@@ -5,9 +5,9 @@ import os
 import pathlib
 import shutil
 import signal
-import sys
 import threading
 
+import hub_server
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
@@ -16,9 +16,6 @@ from huggingface_hub.utils import logging
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import hub
 from grpojax.runtime.processes import interrupts
-
-sys.path.append(str(pathlib.Path(__file__).parents[1]))
-import hub_server  # noqa: E402
 
 ID = "org/tiny-1.5B"
 NAME = hub.Name(ID)

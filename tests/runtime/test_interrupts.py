@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from run_helpers import start
 
 from grpojax.runtime.processes import interrupts
 
@@ -90,18 +91,6 @@ interrupts.begin()
 """
 
 
-def start(code, shell="exec", **environment):
-  """Starts Python code as a grpojax program."""
-  return subprocess.Popen(
-    ["sh", "-c", f'{shell} "$@"', "sh", sys.executable, "-c", BEGIN + code],
-    env=os.environ | environment,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
 @pytest.mark.parametrize("both", [False, True])
 def test_a_program_survives_the_end_of_its_reader(both, tmp_path):
   lines = [
@@ -112,7 +101,7 @@ def test_a_program_survives_the_end_of_its_reader(both, tmp_path):
     "  sys.stdin.readline()",
     f"pathlib.Path({str(tmp_path / 'done')!r}).touch()",
   ]
-  process = start("\n".join(lines))
+  process = start("\n".join([BEGIN, *lines]))
   assert process.stdout.readline() == "step 0\n"
   assert process.stderr.readline() == "so 0\n"
   process.stdout.close()
@@ -136,8 +125,10 @@ def test_output_to_closed_streams_is_discarded(tmp_path):
     "  os.write(1, b'from C'), os.write(2, b'from C')",
     "  assert file.fileno() > 2 and not sys.stdin.read()",
   ]
-  process = start("\n".join(lines), "exec <&- >&- 2>&-; exec")
-  assert process.wait(60) == 0 and (tmp_path / "file").read_text() == ""
+  words = sys.executable, "-c", "\n".join([BEGIN, *lines])
+  closed = 'exec <&- >&- 2>&-; exec "$@"'
+  subprocess.run(["sh", "-c", closed, "sh", *words], timeout=60, check=True)
+  assert (tmp_path / "file").read_text() == ""
 
 
 def test_user_code_may_wrap_close_and_restore_the_outputs():
@@ -157,7 +148,7 @@ def test_user_code_may_wrap_close_and_restore_the_outputs():
     "print('restored \\udcff \\u20ac')",  # not encodable in ASCII
     "print('restored', file=sys.stderr)",
   ]
-  process = start("\n".join(lines), PYTHONIOENCODING="ascii")
+  process = start("\n".join([BEGIN, *lines]), PYTHONIOENCODING="ascii")
   output, error = process.communicate(timeout=60)
   assert output == "out\nstill\nrestored \\udcff \\u20ac\n"
   assert error == "error\nrestored\n"
@@ -174,6 +165,6 @@ def test_ctrl_c_during_imports_ends_without_cleanup(name, output, ctrl_c):
     "    print('cleanup')",
     f"{name}()",
   ]
-  process = start("\n".join(lines))
+  process = start("\n".join([BEGIN, *lines]))
   assert process.communicate(timeout=60) == (output, "interrupted\n")
   assert process.returncode == 130

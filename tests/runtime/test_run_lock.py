@@ -4,16 +4,16 @@ import fcntl
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
+from run_helpers import start
 
 from grpojax.runtime.files import disk, run_lock
 
 # Runs the file alone, so that a process starts fast.
 HOLD = f'import runpy; hold = runpy.run_path({run_lock.__file__!r})["hold"]'
-PROGRAM = """
+PROGRAM = f"""
+{HOLD}
 import sys
 try:
   with hold(sys.argv[1]):
@@ -24,21 +24,12 @@ except ValueError as error:
 """
 
 
-def start(directory, program=PROGRAM):
-  return subprocess.Popen(
-    [sys.executable, "-c", HOLD + program, directory],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-
-
 def output(process):
   return process.stdout.readline().strip()
 
 
 def test_the_holder_is_named_until_it_ends(tmp_path):
-  holder = start(tmp_path)
+  holder = start(PROGRAM, tmp_path)
   assert output(holder) == "held"
   host = re.escape(os.uname().nodename)
   text = rf"^{tmp_path} is in use by process {holder.pid} on {host} since "
@@ -69,14 +60,16 @@ def test_a_file_removed_before_the_lock_is_reopened(tmp_path, monkeypatch):
     assert path.is_file() and len(calls) > 1
 
 
-FORKED = """
+FORKED = f"""
+{HOLD}
 import os, sys
 with hold(sys.argv[1]):
   child = os.fork() or (sys.stdin.read(), os._exit(0))
 print(child, flush=True)
 os.waitpid(child, 0)
 """
-STARTED = """
+STARTED = f"""
+{HOLD}
 import os, signal, subprocess, sys
 with hold(sys.argv[1]):
   print(subprocess.Popen(["sleep", "9"], close_fds=False).pid, flush=True)
@@ -86,7 +79,7 @@ with hold(sys.argv[1]):
 
 @pytest.mark.parametrize("program", [FORKED, STARTED])
 def test_children_do_not_keep_the_lock(tmp_path, program):
-  process = start(tmp_path, program)
+  process = start(program, tmp_path)
   child = int(output(process))
   if program == STARTED:
     process.wait()

@@ -4,18 +4,14 @@ The expected ids come from a tokenizer without control tokens (`bare`), or from
 transformers' own encoding of a text without marks.
 """
 
-import pathlib
 import re
-import sys
 
 import pytest
 import tokenizers as hf
+from runtime.chats import CHATML
 from transformers import PreTrainedTokenizerFast
 
 from grpojax.runtime.text import special_tokens, tokenization
-
-sys.path.append(str(pathlib.Path(__file__).parent))
-from chats import CHATML  # noqa: E402
 
 CONTROLS = ["<s>", "<|im_start|>", "<|im_end|>"]
 LOOSE = ["<think>", "</think>", "<｜User｜>"]  # added, not special

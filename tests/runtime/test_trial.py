@@ -29,21 +29,21 @@ def save(tmp_path, monkeypatch):
   return save
 
 
+LONGER = {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 99}
+LONGER = {"type": "Sequence", "normalizers": [LONGER] * 5}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "template", [FOREVER, "{{ 'a' * 10**10 }}", "{{ 'a' * 10**7 }}"]
+  "template, changes",
+  [
+    *[(FOREVER, {}), ("{{ 'a' * 10**10 }}", {}), ("{{ 'a' * 10**7 }}", {})],
+    (None, {"normalizer": LONGER}),
+  ],
 )
-def test_a_template_beyond_the_limits_is_refused(template, save):
+def test_files_beyond_the_limits_are_refused(template, changes, save):
   with pytest.raises(ValueError, match="does not finish a small chat"):
-    tokenization.load(save(template))
-
-
-@pytest.mark.slow
-def test_a_tokenizer_that_lengthens_texts_is_refused(save):
-  longer = {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 99}
-  longer = {"type": "Sequence", "normalizers": [longer] * 5}
-  with pytest.raises(ValueError, match="does not finish a small chat"):
-    tokenization.load(save(normalizer=longer))
+    tokenization.load(save(template, **changes))
 
 
 @pytest.mark.parametrize(

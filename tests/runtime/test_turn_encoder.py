@@ -2,21 +2,25 @@
 
 The templates follow the published formats of the families.
 """
-# ruff: noqa: E402
-
-import pathlib
-import sys
 
 import pytest
 import tokenizers as hf
+from runtime.chats import (
+  ASK,
+  CHATML,
+  GEMMA,
+  ID,
+  LLAMA,
+  SPECIAL,
+  START,
+  chat,
+  make,
+)
 from transformers import PreTrainedTokenizerFast
 
 from grpojax.models.huggingface import ASSETS
 from grpojax.runtime.text import tokenization, turns
 from grpojax.runtime.text.chat_template import set_messages
-
-sys.path.append(str(pathlib.Path(__file__).parent))
-from chats import ASK, CHATML, GEMMA, ID, LLAMA, SPECIAL, START, chat, make
 
 TOOL = "<tool_response>\n{{ c }}\n</tool_response>"
 NO_THOUGHT = "{{ '<think>\n\n</think>\n\n' }}"

@@ -10,8 +10,9 @@ import pytest
 from grpojax import chat, evaluate
 from grpojax.data.examples import READ
 from grpojax.environments import tools
-from grpojax.rewards import conventions, functions
+from grpojax.rewards import conventions
 from grpojax.runtime.files import records
+from grpojax.runtime.processes import user_calls
 from grpojax.training.report import reporting
 from grpojax.training.step import episodes, reference
 
@@ -127,7 +128,7 @@ def test_a_prompt_that_becomes_too_long_fails_its_group(go, write):
 def test_a_directory_may_contain_a_colon():
   for name in ("", "reset"):
     path = f"a:b/game.py:{name}".rstrip(":")
-    assert functions.split(path) == ("a:b/game.py", name)
+    assert user_calls.split(path) == ("a:b/game.py", name)
 
 
 OBSERVES = """

@@ -1,12 +1,13 @@
-"""Calls of user code, which may raise, fork, change directory or hang."""
+"""Loads and calls user code, which may raise, fork, or hang."""
 
 import contextlib
+import difflib
 import importlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -27,11 +28,42 @@ class WrongAnswer(ValueError):
   """
 
 
-def load_module(subject: str, place: str) -> ModuleType:
-  """Imports "package.module" or "path/to/file.py"; ValueError if that fails.
+def split(path: str) -> tuple[str, str]:
+  """Splits "PLACE:NAME", "file.py" (no name) or "NAME" into (place, name)."""
+  place, _, name = path.rpartition(":")
+  # Directory names may contain a colon.
+  return (path, "") if path.endswith(".py") else (place, name)
 
-  The error message starts with `subject`, such as "reward 'my.py:brief'".
+
+def load(subject: str, path: str, built_in: Mapping[str, Any]) -> Any:
+  """Loads an object (package.module:NAME or file.py:NAME) or a file (file.py).
+
+  `built_in` maps short names to paths. ValueErrors begin with `subject`.
   """
+  place, name = split(built_in.get(path, path))
+  if not place and path not in built_in:
+    choices = f"choose one of {list(built_in)}, or " if built_in else ""
+    raise ValueError(
+      f"unknown {subject}: {choices}give your own as package.module:NAME or "
+      f"path/to/file.py:NAME{nearest(path, list(built_in))}"
+    )
+  module = _load_module(subject, place or name)
+  if not place or not name:
+    return module
+  if not hasattr(module, name):
+    hint = nearest(name, [n for n in vars(module) if n[0] != "_"])
+    raise ValueError(f"{subject}: {place} has no {name!r}{hint}")
+  return getattr(module, name)
+
+
+def nearest(name: str, candidates: Collection[str]) -> str:
+  """Returns "; did you mean ...?" for the closest name, or ""."""
+  close = difflib.get_close_matches(name, candidates, 1)
+  return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _load_module(subject: str, place: str) -> ModuleType:
+  """Imports "package.module" or "path/to/file.py"; ValueError if that fails."""
   try:
     with one_process():
       if place.endswith(".py"):

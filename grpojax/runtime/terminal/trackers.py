@@ -100,32 +100,23 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
   TENSORBOARD: tensorboard,
   "wandb": wandb,
 }
-# Packages imported by these functions.
-PACKAGES = {TENSORBOARD: "tensorboardX", "wandb": "wandb"}
 
 
 def opener(name: str) -> Callable[[TrackedRun], Tracker]:
-  """Returns the function that opens runs, from `TRACKERS` or FILE.py:FUNCTION.
+  """Returns the function that opens runs, from `TRACKERS` or user code.
 
-  ValueError if the function is unknown, or its package is missing.
+  ValueError if the function is unknown, or wandb is not installed.
   """
   setting = f"log.trackers = {name!r}"
-  if name in TRACKERS:
-    package = PACKAGES.get(name)
-    if package and importlib.util.find_spec(package) is None:
-      raise ValueError(
-        f"{setting}: {package} is not installed: pip install 'grpojax[{name}]'"
-      )
-    return TRACKERS[name]
-  place, _, function = name.rpartition(":")
-  if not place:
+  if name == "wandb" and importlib.util.find_spec(name) is None:
     raise ValueError(
-      f"{setting}: give {' or '.join(TRACKERS)}, or a function of your"
-      " own as path/to/file.py:FUNCTION"
+      f"{setting}: wandb is not installed: pip install 'grpojax[wandb]'"
     )
-  open_run = getattr(user_calls.load_module(setting, place), function, None)
+  if name in TRACKERS:
+    return TRACKERS[name]
+  open_run = user_calls.load(setting, name, TRACKERS)
   if not callable(open_run):
-    raise ValueError(f"{setting}: {place} has no function {function!r}")
+    raise ValueError(f"{setting} is not a function: {open_run!r:.80}")
   return open_run
 
 

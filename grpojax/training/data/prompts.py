@@ -64,15 +64,6 @@ def prompt_batches(
   )
 
 
-def padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Prompts:
-  """Pads rows of token ids on the right."""
-  mask = np.arange(width) < np.array([*map(len, rows)])[:, None]
-  ids = np.full(mask.shape, pad_id, np.int32)
-  # The mask is filled row by row, in the order of the chained ids.
-  ids[mask] = list(itertools.chain(*rows))
-  return Prompts(ids, mask)
-
-
 def trim(prompts: Prompts) -> Prompts:
   """Removes padding shared by all prompts of a batch, on the host.
 
@@ -138,8 +129,8 @@ def prompts_of(
   """Returns a batch of the examples at `indices`."""
   encode = encoder(settings, policy)
   limit = settings.data.max_prompt_length
-  row = lambda i: pipeline.row(examples[int(i)], encode, limit, policy.pad_id)
-  return pipeline.collate([*map(row, indices)])
+  rows = [pipeline.row(examples[int(i)], encode, limit) for i in indices]
+  return pipeline.collate(rows, limit, policy.pad_id)
 
 
 def device_reward(settings: TrainSettings, policy: Policy):

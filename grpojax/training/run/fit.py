@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpojax.core.types import TrainState
-from grpojax.data.examples import Changed
 from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.files import disk, run_lock, run_storage
@@ -78,7 +77,7 @@ class _PromptStream:
       self._batches = prompts_lib.training_batches(*args, start, parts)
 
   def take(self, step: int, count: int = 1):
-    """Takes `count` parts; raises Stopped if data are missing or changed."""
+    """Takes `count` parts; raises Stopped for an invalid prompt."""
     run = self._run
     try:
       prompts, examples = prompts_lib.take(self._batches, count, run.mesh)
@@ -171,8 +170,8 @@ def fit(
 
   Raises:
     Preempted: SIGTERM arrived; the last complete step is saved.
-    Stopped: A stop condition holds or data are missing; the last complete step
-      is saved.
+    Stopped: A stop condition holds or a prompt is invalid; the last complete
+      step is saved.
     disk.WriteFailed, OSError: A checkpoint or record could not be written.
   """
   settings = run.settings
@@ -204,11 +203,8 @@ def fit(
     if step > 0 and (step % settings.eval.every == 0 or step == settings.steps):
       rows = distributed.on_main(lambda: reporting.evaluations(run, step))
       if not rows:
-        try:
-          held_out = reporting.evaluate_held_out
-          rows = [held_out(run, state.params, step, check_all)]
-        except (FileNotFoundError, Changed) as error:  # of the held-out data
-          raise Stopped(str(error)) from error
+        held_out = reporting.evaluate_held_out
+        rows = [held_out(run, state.params, step, check_all)]
       reporting.warn_of_shortcut(progress.baseline, rows[-1])
       record = best.after(record, progress.baseline, rows[-1])
     why = best.stopping(record, settings.stop.no_improvement)

@@ -24,12 +24,11 @@ from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models import huggingface as hf
 from grpojax.models.huggingface.file_checksums import fingerprint
-from grpojax.rewards import functions
 from grpojax.runtime import checkpoint
 from grpojax.runtime.checkpoint import stored_arrays
 from grpojax.runtime.cli import command_line, configs
 from grpojax.runtime.files import disk, run_lock, run_storage, user_code
-from grpojax.runtime.processes import distributed
+from grpojax.runtime.processes import distributed, user_calls
 from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenization
 from grpojax.runtime.text.chat_template import DATE
@@ -121,7 +120,7 @@ def _user_files(settings: TrainSettings) -> dict[str, str]:
   environment = settings.environment
   names = *settings.reward.functions, *environment.tools, environment.path
   for name in names:
-    if file := functions.split(name)[0]:
+    if file := user_calls.split(name)[0]:
       texts |= user_code.sources(file)
   return texts
 

@@ -15,6 +15,7 @@ from grpojax.core import meshes, rows
 from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params, Prompts, Rollout
+from grpojax.data import pipeline
 from grpojax.data.examples import READ
 from grpojax.environments import episodes, tools
 from grpojax.environments.episodes import Answer, Turn
@@ -346,7 +347,7 @@ class _Episodes:
     rows += [[]] * (len(self.seeds) - len(rows))
     # `longest` may be 0, or less than a prompt without an observation.
     width = max(longest, -(-max(map(len, rows)) // 32) * 32)
-    joined = prompts_lib.padded(rows, width, self.policy.pad_id)
+    joined = pipeline.padded(rows, width, self.policy.pad_id)
     joined = prompts_lib.trim(joined)
     return {"prompt_ids": joined.prompt_ids, "prompt_mask": joined.prompt_mask}
 

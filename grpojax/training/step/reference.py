@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from grpojax.core import meshes
 from grpojax.core.types import Params, Prompts
+from grpojax.data import pipeline
 from grpojax.data.examples import READ
 from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.text import tokenization
@@ -101,7 +102,7 @@ def make_read_prompts(
   def read_prompts(examples: Sequence[Mapping[str, Any]]) -> Prompts:
     rows = [encode(hinted(template, example))[1] for example in examples]
     size = -(-max(map(len, rows)) // _MULTIPLE) * _MULTIPLE
-    prompts = prompts_lib.padded(rows, size, policy.pad_id)
+    prompts = pipeline.padded(rows, size, policy.pad_id)
     return meshes.place(prompts, mesh, "batch")
 
   return read_prompts
