@@ -23,7 +23,7 @@ from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime.processes import interrupts
 
 HERE = pathlib.Path(__file__).parent
-HELPERS = ("", "aot", "core", "models")
+HELPERS = ("", "aot", "core", "models", "statistics")
 sys.path += [str(HERE / folder) for folder in HELPERS]
 from toy_fixtures import toy, toy_model, toy_run, toy_task  # noqa: E402, F401
 

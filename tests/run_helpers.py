@@ -1,10 +1,16 @@
 """Helpers for tests of whole runs."""
 
+import os
+import pathlib
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from grpojax.runtime.files import records
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def rows_of(run, name="reward_mean"):
@@ -28,7 +34,34 @@ def refusal(program, *argv):
   return message
 
 
+def environment(**changes):
+  """Variables for a process that imports this checkout and uses CPUs."""
+  own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+  return os.environ | own | changes
+
+
+def python(*words, cwd=None, **changes):
+  """Runs Python to its end, with changed variables; its output is text."""
+  return subprocess.run(
+    [sys.executable, *map(str, words)],
+    env=environment(**changes),
+    cwd=cwd,
+    capture_output=True,
+    text=True,
+  )
+
+
 def free_port():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     return free.getsockname()[1]
+
+
+def joined(count):
+  """The flags of each of several processes of a program, if several."""
+  shared = [
+    f"--coordinator=127.0.0.1:{free_port()}",
+    f"--num_processes={count}",
+  ]
+  several = [[*shared, f"--process_id={i}"] for i in range(count)]
+  return several if count > 1 else [[]]

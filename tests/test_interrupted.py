@@ -13,7 +13,7 @@ import zlib
 import jax
 import numpy as np
 import pytest
-from run_helpers import rows_of, untimed
+from run_helpers import environment, rows_of, untimed
 
 from grpojax import train
 from grpojax.models import huggingface as hf
@@ -103,13 +103,11 @@ def test_kill_at_any_moment(
   run = tmp_path / "run"
   rng = random.Random()
   argv = [*toy_task.arguments(toy_model, **settings), f"--run_dir={run}"]
-  env = os.environ | {"PYTHONPATH": str(HERE.parent)}
   steps = 0
   codes = []
   for _ in range(kills):
-    process = subprocess.Popen(
-      [sys.executable, str(HERE / "toy.py"), *argv], env=env
-    )
+    command = [sys.executable, str(HERE / "toy.py"), *argv]
+    process = subprocess.Popen(command, env=environment())
     goal = steps + rng.randint(2, 4)
     while process.poll() is None and steps < goal:
       time.sleep(0.002)

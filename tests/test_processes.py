@@ -6,7 +6,6 @@ storage and a network need real hosts.
 
 import contextlib
 import importlib.util
-import os
 import pathlib
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from run_helpers import free_port, untimed
+from run_helpers import environment, joined, untimed
 
 from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
@@ -59,18 +58,11 @@ def started(directory, count, words, of_1=()):
   Their output goes to files next to the run directory; `of_1` are additional
   arguments of process 1.
   """
-  env = os.environ | {
-    "JAX_NUM_CPU_DEVICES": str(8 // count),
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(HERE.parent),
-  }
+  env = environment(JAX_NUM_CPU_DEVICES=str(8 // count))
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={directory}"]
-  address = f"127.0.0.1:{free_port()}"
   processes = []
-  for i in range(count):
-    own = [f"--coordinator={address}", f"--num_processes={count}"]
-    own = [*own, f"--process_id={i}"] if count > 1 else []
-    own += of_1 if i == 1 else []
+  for i, flags in enumerate(joined(count)):
+    own = [*flags, *of_1] if i == 1 else flags
     with (
       open(log(directory, i, "out"), "w") as out,
       open(log(directory, i, "err"), "w") as err,

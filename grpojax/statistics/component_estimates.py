@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from grpojax.statistics.group_size import Components
 
-Groups = Float[Array, "B G"]
+Groups = Float[Array, "*B G"] | Float[np.ndarray, "*B G"]
 
 
 class PromptEstimates(NamedTuple):
@@ -54,7 +55,7 @@ def _baselines(
   return ratio(rewards, scores), ratio(pair_rewards, pair_scores)
 
 
-def _reward_moments(rewards: Groups) -> tuple[Groups, Groups]:
+def reward_moments(rewards: Groups) -> tuple[Groups, Groups]:
   """Estimates delta_i^2 and sigma^2 for each sample i, without knowing V(x).
 
   Let c_i = Z_i - mean(Z) and S = sum_i c_i^2. The first is the mean of (Z_i -
@@ -64,8 +65,8 @@ def _reward_moments(rewards: Groups) -> tuple[Groups, Groups]:
   of i; their squared deviations sum to S - G / (G - 1) c_i^2.
   """
   n = rewards.shape[-1]
-  centred = rewards - jnp.mean(rewards, -1, keepdims=True)
-  sum_of_squares = jnp.sum(centred**2, -1, keepdims=True)
+  centred = rewards - rewards.mean(-1, keepdims=True)
+  sum_of_squares = (centred**2).sum(-1, keepdims=True)
   delta_sq = (n * (n - 1) * centred**2 - sum_of_squares) / ((n - 1) * (n - 2))
   variance = (sum_of_squares - n / (n - 1) * centred**2) / (n - 2)
   return delta_sq, variance
@@ -86,7 +87,7 @@ def prompt_estimates(
       g(x) . g(x')          a_i (Z_i - b) of x times a_j (Z_j - b) of x'
   """
   n = rewards.shape[-1]
-  delta_sq, variance = _reward_moments(rewards)
+  delta_sq, variance = reward_moments(rewards)
   # Group means, [V, B].
   score = jnp.mean(a, -1)
   score_reward = jnp.mean(a * rewards, -1)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from populations import population
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import completion_mask
@@ -69,7 +70,7 @@ def multisets(n, size):
 
 
 @pytest.mark.slow
-def test_components_are_unbiased(float64, population):
+def test_components_are_unbiased(float64):
   p, s, z = population(2, X, M, 2)
   expected = np.stack(exact(p, s, z + 1))
   assert_allclose(expectation(p, s, z + 1), expected, atol=1e-10)
