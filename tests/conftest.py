@@ -13,18 +13,19 @@ import tempfile
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from grpojax.core.types import LM, Prefix
-from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.models.transformer import transformer
 from grpojax.runtime.processes import interrupts
 
 HERE = pathlib.Path(__file__).parent
 HELPERS = ("", "aot", "core", "models", "statistics")
 sys.path += [str(HERE / folder) for folder in HELPERS]
+from small_models import config_with as decoder_config  # noqa: E402
+from small_models import random_params  # noqa: E402
 from toy_fixtures import toy, toy_model, toy_run, toy_task  # noqa: E402, F401
 
 LONG = (
@@ -102,23 +103,10 @@ def ctrl_c():
 @pytest.fixture(scope="session")
 def tiny():
   """A decoder of width 16 with large random weights."""
-  config = TransformerConfig(
-    vocab_size=11,
-    width=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    mlp=24,
-    qkv_bias=True,
-    tied=False,
-  )
+  sizes = {"width": 16, "heads": 4, "kv_heads": 2, "mlp": 24}
+  config = decoder_config(**sizes, qkv_bias=True, tied=False)
   lm = transformer(config)
-  shapes = jax.eval_shape(lm.init, jax.random.key(0))
-  rng = np.random.default_rng(0)
-  params = jax.tree.map(
-    lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, jnp.float32), shapes
-  )
+  params = random_params(lm)
   return types.SimpleNamespace(config=config, lm=lm, params=params)
 
 

@@ -99,9 +99,8 @@ def chi_square_weights(curvature: Matrix, covariance: Matrix) -> Vector:
 
   These are the weights of chi2_1 in the limit; its mean is their sum.
   """
-  h, basis = np.linalg.eigh(curvature)
-  root = basis * np.sqrt(h)  # root root^T = H
-  return np.linalg.eigvalsh(root.T @ covariance @ root) / 2
+  # H S has the same eigenvalues: S v = lambda H^-1 v.
+  return scipy.linalg.eigvalsh(covariance, np.linalg.inv(curvature)) / 2
 
 
 def chi_square_quantiles(weights: Vector, count: int = 5000) -> Quantiles:
@@ -184,7 +183,7 @@ def bandit() -> Bandit:
   """Returns the bandit of the study."""
   sizes = {"prompts": 8, "vocab": 4, "dims": 3}
   problem = tabular.make_problem(0, **sizes, spread=0.5, beta=0.5)
-  optimum = tabular.optimum(problem)
+  optimum = tabular.optimum(problem, np.zeros(sizes["dims"]))
   curvature = -tabular.derivatives(problem, optimum)[1]
   eta = float(1.0 / np.linalg.eigvalsh(curvature)[0])
   best = float(tabular.objective(problem, optimum))

@@ -282,9 +282,6 @@ algorithm.rollout_correction: {rollout_rs: seq_mean_k1,
   loss.correction=geometric_mask loss.correction_low=0.25
   loss.correction_high=2.0
 actor.use_kl_loss: true, actor.kl_loss_type: low_var_kl+ -> loss.kl=k2
-actor.use_kl_loss: true, actor.kl_loss_type: k3+ -> loss.kl=k2
-actor.use_kl_loss: true, actor.kl_loss_type: k1+ -> loss.kl=k2
-actor.use_kl_loss: true, actor.kl_loss_type: kl+ -> loss.kl=k2
 actor.use_kl_loss: true, actor.kl_loss_type: abs+ -> loss.kl=k2
 actor.use_kl_loss: true, actor.kl_loss_type: full,
   ref.fsdp_config.param_offload: true ->
@@ -502,11 +499,21 @@ def test_invalid_configs_are_written_and_reported(tmp_path, capsys):
   assert out.is_file()
 
 
-def test_wrong_command_lines():
-  with pytest.raises(SystemExit, match="give FILE: a .yaml"):
-    translate.main([])
-  with pytest.raises(SystemExit, match="nowhere.yaml: No such file"):
-    translate.main(["nowhere.yaml"])
+@pytest.mark.parametrize(
+  "words, message",
+  [
+    ("", "give FILE: a .yaml"),
+    ("nowhere.yaml", "nowhere.yaml: No such file"),
+    ("theirs.py --out=theirs.py", "would overwrite"),
+    ("theirs_functions.py --out=theirs.py", "would overwrite"),
+  ],
+)
+def test_wrong_command_lines(words, message, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for name in ("theirs.py", "theirs_functions.py"):
+    pathlib.Path(name).touch()
+  with pytest.raises(SystemExit, match=message):
+    translate.main(words.split())
 
 
 def test_control_characters_are_escaped_on_the_terminal(tmp_path, capsys):
@@ -696,14 +703,6 @@ def test_values_that_change_become_notes(text, name, tmp_path, capsys):
   output = capsys.readouterr().out
   assert f"- {name} may change the run" in output
   assert f"--config='{tmp_path}/with blank.py'" in output
-
-
-@pytest.mark.parametrize("name", ["theirs.py", "theirs_functions.py"])
-def test_the_file_itself_is_not_overwritten(name, tmp_path):
-  file = tmp_path / name
-  file.write_text(HEAD + FUNCTIONS + CALL.format("'m'"))
-  with pytest.raises(SystemExit, match="would overwrite"):
-    translate.main([str(file), f"--out={tmp_path}/theirs.py"])
 
 
 SCHEDULER = "lr_scheduler_type: cosine_with_min_lr"
