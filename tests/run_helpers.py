@@ -6,8 +6,11 @@ import socket
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
+from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -32,6 +35,12 @@ def refusal(program, *argv):
   message = caught.value.code
   assert isinstance(message, str) and message.startswith("error: ")
   return message
+
+
+def assert_same_weights(one, other):
+  """Compares the parameters of two model directories bit by bit."""
+  one, other = map(hf.load_params, (one, other))
+  jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def environment(**changes):
