@@ -22,7 +22,7 @@ from grpojax.models.transformer import transformer
 from grpojax.runtime.processes import interrupts
 
 HERE = pathlib.Path(__file__).parent
-HELPERS = ("", "aot", "core", "models", "statistics")
+HELPERS = ("", "aot", "core", "models", "statistics", "training")
 sys.path += [str(HERE / folder) for folder in HELPERS]
 from small_models import config_with as decoder_config  # noqa: E402
 from small_models import random_params  # noqa: E402

@@ -5,7 +5,6 @@ storage and a network need real hosts.
 """
 
 import contextlib
-import importlib.util
 import pathlib
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import sys
 import time
 
 import jax
+import mesh_runs
 import numpy as np
 import pytest
 from run_helpers import environment, joined, untimed
@@ -22,8 +22,7 @@ from grpojax.runtime import checkpoint
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
 
-HERE = pathlib.Path(__file__).parent
-RUNS = HERE / "training" / "mesh_runs.py"
+RUNS = pathlib.Path(mesh_runs.__file__)
 STEPS = 4
 SETTINGS = {
   "steps": STEPS,
@@ -37,14 +36,11 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
   """Returns a function that makes command lines for a shared model."""
-  spec = importlib.util.spec_from_file_location("mesh_runs", RUNS)
-  runs = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(runs)
   models = tmp_path_factory.mktemp("models")
-  model = runs.make_model(models, **runs.MODELS["llama"])
+  model = mesh_runs.make_model(models, **mesh_runs.MODELS["llama"])
 
   def command_line(changes):
-    settings = runs.SETTINGS | SETTINGS | {"model.path": model} | changes
+    settings = mesh_runs.SETTINGS | SETTINGS | {"model.path": model} | changes
     text = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
     return [f"--config.{name}={text(x)}" for name, x in settings.items()]
 
