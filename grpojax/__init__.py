@@ -11,36 +11,26 @@ from typing import Any
 
 # Import each module on first use, because reward workers do not need JAX.
 _NAMES = {
-  "grpojax.core": ("advantages", "losses"),
-  "grpojax.core.arguments": ("check_prompts", "prompts_from_left_padded"),
-  "grpojax.core.batch": ("make_batch",),
-  "grpojax.core.environment": ("Environment", "Observation", "returns"),
-  "grpojax.core.logprobs": ("token_logprobs",),
-  "grpojax.core.meshes": ("constrain", "make_mesh", "shardings"),
-  "grpojax.core.rollout": ("rollout", "rollout_metrics"),
-  "grpojax.core.objective": ("Objective",),
-  "grpojax.core.decoding.sampling": ("Sampling",),
-  "grpojax.core.step": ("init_state", "make_grpo_step"),
-  "grpojax.core.types": (
-    "LM",
-    "Batch",
-    "Prefix",
-    "Prompts",
-    "Rollout",
-    "TrainState",
-  ),
-  "grpojax.core.turns": ("Segment", "trajectories"),
-  "grpojax.core.update": ("UpdateOptions", "make_update"),
-  "grpojax.statistics": ("diagnostics",),
-  "grpojax.models.adapters": (
-    "check_causal",
-    "from_apply",
-    "from_linen",
-    "from_nnx",
-  ),
-  "grpojax.models.transformer": ("TransformerConfig", "transformer"),
+  "grpojax.core": "advantages losses",
+  "grpojax.core.arguments": "check_prompts prompts_from_left_padded",
+  "grpojax.core.batch": "make_batch",
+  "grpojax.core.environment": "Environment Observation returns",
+  "grpojax.core.logprobs": "token_logprobs",
+  "grpojax.core.meshes": "constrain make_mesh shardings",
+  "grpojax.core.rollout": "rollout rollout_metrics",
+  "grpojax.core.objective": "Objective",
+  "grpojax.core.decoding.sampling": "Sampling",
+  "grpojax.core.step": "init_state make_grpo_step",
+  "grpojax.core.types": "LM Batch Prefix Prompts Rollout TrainState",
+  "grpojax.core.turns": "Segment trajectories",
+  "grpojax.core.update": "UpdateOptions make_update",
+  "grpojax.statistics": "diagnostics",
+  "grpojax.models.adapters": "check_causal from_apply from_linen from_nnx",
+  "grpojax.models.transformer": "TransformerConfig transformer",
 }
-_MODULES = {name: module for module in _NAMES for name in _NAMES[module]}
+_MODULES = {
+  name: module for module, names in _NAMES.items() for name in names.split()
+}
 
 __all__ = sorted(_MODULES)
 

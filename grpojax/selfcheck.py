@@ -177,18 +177,15 @@ def check_attention() -> Iterator[Row]:
   positions = jnp.broadcast_to(jnp.arange(s), (b, g, s))
   seen = Visibility(positions, None, mask, False)
 
-  def plain(q, *x):
+  def plain(q, row, prompt, seen):
     causal = jnp.tril(jnp.ones((s, s), bool))
-    return two_part_attention(q, x[:2], causal, x[2:], mask)
+    return two_part_attention(q, row, causal, prompt, seen.prompt_mask)
 
-  def adapted(attention, q, *x):
-    row = KeysValues(*x[:2])
-    prompt = PromptKeysValues(*x[2:])
-    return attention(q, row, prompt, seen)
-
-  def value_and_gradients(function, dtype):
-    def loss(*x):
-      out = function(*x).astype(jnp.float32)
+  def value_and_gradients(attention, dtype):
+    def loss(q, *x):
+      row = KeysValues(*x[:2])
+      prompt = PromptKeysValues(*x[2:])
+      out = attention(q, row, prompt, seen).astype(jnp.float32)
       return jnp.sum(weights * out), out
 
     with jax.default_matmul_precision("highest"):
@@ -199,8 +196,7 @@ def check_attention() -> Iterator[Row]:
   kernels = functools.partial(kernel_attention, platform=jax.default_backend())
   for name, attention in (("in blocks", block_attention), ("kernels", kernels)):
     for dtype, most in ((jnp.float32, 1e-4), (jnp.bfloat16, 0.05)):
-      function = functools.partial(adapted, attention)
-      results = value_and_gradients(function, dtype)
+      results = value_and_gradients(attention, dtype)
       errors = [
         float(jnp.abs(x - y).max() / jnp.abs(y).max())
         for x, y in zip(results, expected, strict=True)

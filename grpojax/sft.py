@@ -111,11 +111,6 @@ SETTINGS = section(
 FLAGS = {"out": setting("", 'directory to write; "" = runs/NAME')}
 
 
-def default_config() -> ConfigDict:
-  """Returns a config for pretraining the arithmetic model from scratch."""
-  return settings.to_config(SETTINGS)
-
-
 def validate(config: ConfigDict) -> None:
   """Raises ValueError with a line per error of `config`."""
   configs.refuse(settings.key_errors(SETTINGS, config))

@@ -22,9 +22,10 @@ from grpojax.models.transformer import transformer
 from grpojax.runtime.processes import interrupts
 
 HERE = pathlib.Path(__file__).parent
-HELPERS = ("", "aot", "core", "models")
+HELPERS = ("", "aot", "core", "models", "statistics", "training")
 sys.path += [str(HERE / folder) for folder in HELPERS]
-import small_models  # noqa: E402
+from small_models import config_with as decoder_config  # noqa: E402
+from small_models import random_params  # noqa: E402
 from toy_fixtures import toy, toy_model, toy_run, toy_task  # noqa: E402, F401
 
 LONG = (
@@ -102,10 +103,10 @@ def ctrl_c():
 @pytest.fixture(scope="session")
 def tiny():
   """A decoder of width 16 with large random weights."""
-  sizes = dict(width=16, heads=4, kv_heads=2, mlp=24)
-  config = small_models.config_with(**sizes, qkv_bias=True, tied=False)
+  sizes = {"width": 16, "heads": 4, "kv_heads": 2, "mlp": 24}
+  config = decoder_config(**sizes, qkv_bias=True, tied=False)
   lm = transformer(config)
-  params = small_models.random_params(lm)
+  params = random_params(lm)
   return types.SimpleNamespace(config=config, lm=lm, params=params)
 
 

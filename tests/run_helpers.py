@@ -7,8 +7,11 @@ import subprocess
 import sys
 import textwrap
 
+import jax
+import numpy as np
 import pytest
 
+from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -48,7 +51,40 @@ def refusal(program, *argv):
   return message
 
 
+def assert_same_weights(one, other):
+  """Compares the parameters of two model directories bit by bit."""
+  one, other = map(hf.load_params, (one, other))
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def environment(**changes):
+  """Variables for a process that imports this checkout and uses CPUs."""
+  own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+  return os.environ | own | changes
+
+
+def python(*words, cwd=None, **changes):
+  """Runs Python to its end, with changed variables; its output is text."""
+  return subprocess.run(
+    [sys.executable, *map(str, words)],
+    env=environment(**changes),
+    cwd=cwd,
+    capture_output=True,
+    text=True,
+  )
+
+
 def free_port():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     return free.getsockname()[1]
+
+
+def joined(count):
+  """The flags of each of several processes of a program, if several."""
+  shared = [
+    f"--coordinator=127.0.0.1:{free_port()}",
+    f"--num_processes={count}",
+  ]
+  several = [[*shared, f"--process_id={i}"] for i in range(count)]
+  return several if count > 1 else [[]]

@@ -7,11 +7,11 @@ import signal
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from run_helpers import rows_of
 
 from grpojax import evaluate, train
 from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
-from grpojax.runtime.files import records
 
 
 @pytest.mark.slow
@@ -42,8 +42,7 @@ def test_adapters_resume_exactly_and_are_exported_merged(
   train.main([*argv, f"--run_dir={run}"])
   assert "resuming after step 2" in capsys.readouterr().out
   assert not (run / "reference").exists()
-  rows = records.read_jsonl(run / "metrics.jsonl")
-  kl = [row["kl"] for row in rows if "kl" in row]
+  kl = [row["kl"] for row in rows_of(run, "kl")]
   assert kl[0] < 1e-9 < 1e-3 < kl[-1]
   # The finished model is base + alpha / rank A B in these two matrices.
   base, model, whole = (

@@ -1,18 +1,14 @@
 """The program `compile`, on CPUs and for TPU slices and GPUs."""
 
 import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+from run_helpers import ROOT, python
 
 from grpojax import compile as program
 from grpojax.aot import topology
 
-ROOT = pathlib.Path(__file__).parents[1]
 SMALL = (
   "--config.batch_size=4 --config.group_size=4 --config.eval.batch_size=4 "
   "--config.sampling.max_new_tokens=8 --config.data.max_prompt_length=8 "
@@ -20,23 +16,20 @@ SMALL = (
 ).split()
 
 
-def compile_step(tmp_path, *words, out="out.json"):
-  env = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-  env |= {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-  program = [sys.executable, "-m", "grpojax.compile", *SMALL]
-  done = subprocess.run(
-    [*program, *words, f"--out={tmp_path / out}"],
-    env=os.environ | env,
-    cwd=tmp_path,
-    capture_output=True,
-    text=True,
-  )
-  report = tmp_path / out
-  return done, json.loads(report.read_text()) if report.exists() else None
+def compile_step(tmp_path, *words):
+  changes = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XLA_FLAGS": ""}
+  program = ["-m", "grpojax.compile", *SMALL, "--out=out.json"]
+  return python(*program, *words, cwd=tmp_path, **changes)
 
 
-def check(report, topology, parts=("rollout", "reference", "update")):
-  """Checks properties of every report."""
+def report_of(
+  tmp_path, topology, *words, parts=("rollout", "reference", "update")
+):
+  """Compiles a step; checks properties of every report."""
+  done = compile_step(tmp_path, f"--topology={topology}", *words)
+  assert done.returncode == 0, done.stderr
+  assert "fits; a step takes about" in done.stdout
+  report = json.loads((tmp_path / "out.json").read_text())
   assert report["fits"] is True and report["topology"] == topology
   assert tuple(report["parts"]) == parts
   for name, part in report["parts"].items():
@@ -49,14 +42,13 @@ def check(report, topology, parts=("rollout", "reference", "update")):
     assert (part["token_loop_seconds"] > 0) == (name in ("rollout", "step"))
   seconds = sum(part["seconds"] for part in report["parts"].values())
   assert report["step_seconds"] == pytest.approx(seconds)
+  return report
 
 
 @pytest.mark.slow
 def test_a_step_on_two_devices(tmp_path):
-  words = ["--topology=cpu:2", "--config.mesh.fsdp=2", "--config.loss.beta=0.1"]
-  done, report = compile_step(tmp_path, *words)
-  assert done.returncode == 0, done.stderr
-  check(report, "cpu:2")
+  words = ["--config.mesh.fsdp=2", "--config.loss.beta=0.1"]
+  report = report_of(tmp_path, "cpu:2", *words)
   update = report["parts"]["update"]
   # Parameters, reference and Adam's moments are float32 and sharded in two,
   # except norms.
@@ -68,7 +60,6 @@ def test_a_step_on_two_devices(tmp_path):
   # Sampling devices exchange only whether all samples are finished.
   sent = report["parts"]["rollout"]["token_loop_collective_bytes"]
   assert 0 < sent <= 100
-  assert "fits; a step takes about" in done.stdout
 
 
 @pytest.mark.long
@@ -77,27 +68,18 @@ def test_a_step_on_a_slice(tmp_path):
   config = ROOT / "tests/data/model_configs/Qwen2.5-0.5B-Instruct.json"
   small = json.loads(config.read_text()) | {"num_hidden_layers": 2}
   (tmp_path / "model.json").write_text(json.dumps(small))
-  done, report = compile_step(
-    tmp_path,
-    f"--config.model.path={tmp_path / 'model.json'}",
-    "--topology=v5e:2x2",
-    "--config.mesh.fsdp=4",
-    "--config.model.dtype=bfloat16",
-  )
-  assert done.returncode == 0, done.stderr
-  check(report, "v5e:2x2")
+  settings = "model.path=model.json mesh.fsdp=4 model.dtype=bfloat16".split()
+  words = [f"--config.{setting}" for setting in settings]
+  report = report_of(tmp_path, "v5e:2x2", *words)
   kinds = report["parts"]["update"]["collectives"]
   assert "reduce-scatter" in kinds and "all-gather" in kinds
 
 
 @pytest.mark.slow
 def test_the_fused_step(tmp_path):
-  words = ["--config.reward.on_device=True", "--topology=cpu:2"]
-  done, report = compile_step(
-    tmp_path, *words, "--config.data.max_prompt_length=32"
-  )
-  assert done.returncode == 0, done.stderr
-  check(report, "cpu:2", ("step",))
+  words = ["--config.reward.on_device=True"]
+  words += ["--config.data.max_prompt_length=32"]
+  report_of(tmp_path, "cpu:2", *words, parts=("step",))
 
 
 def test_names_of_machines():
@@ -117,8 +99,8 @@ def test_names_of_machines():
 
 @pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_an_error(tmp_path):
-  done, report = compile_step(tmp_path, "--topology=cpu:3")
-  assert done.returncode == 1 and report is None
+  done = compile_step(tmp_path, "--topology=cpu:3")
+  assert done.returncode == 1 and not (tmp_path / "out.json").exists()
   *_, line = done.stderr.splitlines()  # libraries may warn first
   assert line.startswith("error: ")
   assert "cannot be split evenly over 3 devices" in line
@@ -147,8 +129,6 @@ def test_exit_codes_of_fitting_and_too_large_steps(
 @pytest.mark.slow
 def test_a_step_on_a_gpu(tmp_path):
   pytest.importorskip("jax_plugins.xla_cuda13")
-  done, report = compile_step(tmp_path, "--topology=h100:2")
-  assert done.returncode == 0, done.stderr
-  check(report, "h100:2")
+  report = report_of(tmp_path, "h100:2")
   assert report["device_memory_bytes"] > 75 * 2**30 > report["pool_bytes"]
   assert "xla_step_seconds" not in report

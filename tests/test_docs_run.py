@@ -5,14 +5,12 @@ checks the unchanged commands.
 """
 
 import importlib
-import os
-import subprocess
 import sys
 
 import docs_blocks as lib
 import pytest
+from run_helpers import python
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(lib.ROOT)}
 MARKS = {"fast": (), "slow": pytest.mark.slow, "long": pytest.mark.long}
 MODELS = ("arithmetic-base", "arithmetic-instruct", "arithmetic-careless")
 SIZES = {
@@ -65,8 +63,8 @@ def test_commands_run(page, tmp_path, monkeypatch, toy_model, toy_task):
 def run(program, argv):
   """Runs a program in this process, which has compiled programs cached."""
   if program == "compile":  # it creates devices
-    words = [sys.executable, "-m", f"grpojax.{program}", *argv]
-    subprocess.run(words, check=True, env=ENVIRONMENT)
+    done = python("-m", f"grpojax.{program}", *argv)
+    assert done.returncode == 0, done.stderr
     return
   module = importlib.import_module(f"grpojax.{program or '__main__'}")
   if not program:

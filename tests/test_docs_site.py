@@ -1,18 +1,14 @@
 """The built documentation: links, pictures and formulas."""
 
-import html.parser
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+from run_helpers import ROOT, python
 
 pytest.importorskip("material", reason="pip install 'grpojax[docs]'")
 pytest.importorskip("mkdocstrings")
 pytest.importorskip("latex2mathml")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
 
 
@@ -20,33 +16,16 @@ pytestmark = pytest.mark.slow
 def site(tmp_path_factory):
   """Builds the site; warnings are errors."""
   path = tmp_path_factory.mktemp("site")
-  words = ["build", "--quiet", "--strict", "--site-dir", str(path)]
-  done = subprocess.run(
-    [sys.executable, "-m", "mkdocs", *words],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-  )
+  words = "-m mkdocs build --quiet --strict --site-dir".split()
+  done = python(*words, path, cwd=ROOT)
   assert done.returncode == 0, done.stderr
   return path
 
 
-class _Sources(html.parser.HTMLParser):
-  """Collects addresses that a browser fetches to show a page."""
-
-  def __init__(self):
-    super().__init__()
-    self.addresses = []
-    self.pictures = []
-
-  def handle_starttag(self, tag, attributes):
-    values = dict(attributes)
-    if tag in ("script", "img") and values.get("src"):
-      self.addresses.append(values["src"])
-    if tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload"):
-      self.addresses.append(values["href"])
-    if tag == "img":
-      self.pictures.append(values)
+def tags_of(page):
+  """Yields the name and the attributes of each tag of a page."""
+  for name, text in re.findall(r"<(\w+)([^<>]*)>", page.read_text()):
+    yield name, dict(re.findall(r'([\w-]+)="([^"]*)"', text))
 
 
 def test_pages_need_no_other_server(site):
@@ -58,10 +37,16 @@ def test_pages_need_no_other_server(site):
   assert "Hardware:" in start  # a config's docstring
   pictures = []
   for page in pages:
-    parser = _Sources()
-    parser.feed(page.read_text())
-    pictures += parser.pictures
-    for address in parser.addresses:
+    addresses = []  # fetched by a browser to show the page
+    for name, values in tags_of(page):
+      if name in ("script", "img") and values.get("src"):
+        addresses.append(values["src"])
+      if values.get("rel") in ("stylesheet", "icon", "preload"):
+        addresses.append(values["href"])
+      if name == "img":
+        pictures.append(values)
+    assert addresses
+    for address in addresses:
       assert "//" not in address, f"{page}: {address} is on another server"
       file = page.parent / address.split("?")[0]
       assert file.exists(), f"{page}: {address}"

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from run_helpers import refusal
+from run_helpers import refusal, rows_of
 
 from grpojax import evaluate
 from grpojax.core.decoding.sampling import Sampling
@@ -41,13 +41,8 @@ def settings(toy_task):
 
 
 def recorded(run, step):
-  rows = records.read_jsonl(run / "metrics.jsonl")
-  names = ("accuracy", "accuracy_low", "accuracy_high")
-  return next(
-    {name: row[name] for name in names}
-    for row in rows
-    if row["step"] == step and "accuracy" in row
-  )
+  (row,) = [x for x in rows_of(run, "accuracy") if x["step"] == step]
+  return {f"accuracy{x}": row[f"accuracy{x}"] for x in ("", "_low", "_high")}
 
 
 @pytest.mark.slow
@@ -116,7 +111,7 @@ def test_the_batch_size_does_not_change_greedy_completions(
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def answered(monkeypatch):
   """Prompts and answers of every evaluation."""
   seen = []
   original = evaluation.evaluate
@@ -132,7 +127,7 @@ def asked(monkeypatch):
 
 @pytest.mark.slow
 def test_compare_samples_of_a_run_under_the_first_config(
-  toy_run, toy_model, settings, result_of, tmp_path, capsys, asked
+  toy_run, toy_model, settings, result_of, tmp_path, capsys, answered
 ):
   """The data settings of the second model are ignored."""
   run = shutil.copytree(toy_run.directory, tmp_path / "run")
@@ -142,7 +137,7 @@ def test_compare_samples_of_a_run_under_the_first_config(
   # The model was taught to write 7 with probability 0.3.
   low, high = result["pass@1"][1:]
   assert 0.15 < low < 0.4 < high + 0.15
-  assert asked[0] == asked[1] and len(asked[0]) == 30
+  assert answered[0] == answered[1] and len(answered[0]) == 30
   other = result.pop("compare")
   difference = result.pop("difference")
   assert other.pop("model") == str(run)

@@ -14,7 +14,7 @@ import time
 
 import fsspec
 import pytest
-from run_helpers import free_port, untimed
+from run_helpers import environment, free_port, joined, untimed
 
 from grpojax.runtime.files import records
 
@@ -54,25 +54,17 @@ def start(tmp_path):
   """Starts the processes of a program."""
 
   def start(program, *words, count=1):
-    address = f"127.0.0.1:{free_port()}"
-    env = os.environ | {
-      "JAX_NUM_CPU_DEVICES": str(2 // count),
-      "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": str(HERE.parent),
-      "XDG_CACHE_HOME": str(tmp_path),
-    }
+    devices = {"JAX_NUM_CPU_DEVICES": str(2 // count)}
     command = [sys.executable, "-m", f"grpojax.{program}", *words]
-    if count > 1:
-      command += [f"--coordinator={address}", f"--num_processes={count}"]
     return [
       subprocess.Popen(
-        [*command, f"--process_id={i}"] if count > 1 else command,
+        [*command, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=env,
+        env=environment(XDG_CACHE_HOME=str(tmp_path), **devices),
       )
-      for i in range(count)
+      for flags in joined(count)
     ]
 
   return start

@@ -7,10 +7,9 @@ import hub_server
 import jax
 import numpy as np
 import pytest
-from run_helpers import rows_of, untimed
+from run_helpers import assert_same_weights, rows_of, untimed
 
 from grpojax import export, train
-from grpojax.models import huggingface as hf
 from grpojax.training.run import run_models
 
 pytestmark = pytest.mark.slow
@@ -35,12 +34,6 @@ def rows(run):
   return untimed(rows_of(pathlib.Path(run)))
 
 
-def same(a, b):
-  a = hf.load_params(a)
-  b = hf.load_params(b)
-  jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def test_a_run_from_the_hub_is_pinned_and_equals_one_from_a_directory(
   toy_task, toy_model, served, tmp_path, capsys
 ):
@@ -57,7 +50,7 @@ def test_a_run_from_the_hub_is_pinned_and_equals_one_from_a_directory(
   local = toy_task.arguments(toy_model, steps=3, **settings)
   train.main([*local, "--run_dir=b"])
   assert rows("a") == rows("b") and len(rows("a")) == 3
-  same("a/model", "b/model")
+  assert_same_weights("a/model", "b/model")
   before = len(served.log)
   train.main([*more, "--run_dir=a"])
   assert len(served.log) == before and "is finished" in capsys.readouterr().out
@@ -66,7 +59,7 @@ def test_a_run_from_the_hub_is_pinned_and_equals_one_from_a_directory(
   _, trained_ = run_models.load("a")  # loads the base at the run's commit
   jax.tree.map(np.testing.assert_array_equal, trained_, run_models.load("b")[1])
   export.main(["a", "--out=exported", "--step=3"])
-  same("exported", "a/model")
+  assert_same_weights("exported", "a/model")
   export.main(["a", "--out=adapter", "--adapter"])
   adapter = json.loads(pathlib.Path("adapter/adapter_config.json").read_text())
   assert adapter["base_model_name_or_path"] == ID

@@ -7,16 +7,13 @@ aot <- benchmarks
 """
 
 import ast
-import os
-import pathlib
-import subprocess
 import sys
 
 import pytest
+from run_helpers import ROOT, python
 
 import grpojax
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpojax"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 every_module = pytest.mark.parametrize(
@@ -118,12 +115,7 @@ def test_layers_of_training_import_no_later_layer(layer):
 
 def test_import_grpojax_loads_no_heavy_library():
   code = f"import sys, grpojax; print([m for m in {HEAVY} if m in sys.modules])"
-  result = subprocess.run(
-    [sys.executable, "-c", code],
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-  )
+  result = python("-c", code)
   assert result.returncode == 0, result.stderr
   assert result.stdout.strip() == "[]"
 

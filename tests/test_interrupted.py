@@ -10,13 +10,10 @@ import sys
 import time
 import zlib
 
-import jax
-import numpy as np
 import pytest
-from run_helpers import rows_of, untimed
+from run_helpers import assert_same_weights, environment, rows_of, untimed
 
 from grpojax import train
-from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
 from grpojax.runtime.files import records
 from grpojax.training.step import scoring
@@ -72,8 +69,7 @@ def uninterrupted(toy_task, toy_model, tmp_path_factory):
 
 def assert_same_run(run, expected, settings=LONG):
   """Compares runs bit by bit, except times."""
-  ours, theirs = (hf.load_params(x / "model") for x in (run, expected))
-  assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+  assert_same_weights(run / "model", expected / "model")
   for name in ("metrics.jsonl", "samples.jsonl"):
     ours, theirs = (
       untimed(records.read_jsonl(x / name)) for x in (run, expected)
@@ -103,13 +99,11 @@ def test_kill_at_any_moment(
   run = tmp_path / "run"
   rng = random.Random()
   argv = [*toy_task.arguments(toy_model, **settings), f"--run_dir={run}"]
-  env = os.environ | {"PYTHONPATH": str(HERE.parent)}
   steps = 0
   codes = []
   for _ in range(kills):
-    process = subprocess.Popen(
-      [sys.executable, str(HERE / "toy.py"), *argv], env=env
-    )
+    command = [sys.executable, str(HERE / "toy.py"), *argv]
+    process = subprocess.Popen(command, env=environment())
     goal = steps + rng.randint(2, 4)
     while process.poll() is None and steps < goal:
       time.sleep(0.002)

@@ -5,8 +5,6 @@ storage and a network need real hosts.
 """
 
 import contextlib
-import importlib.util
-import os
 import pathlib
 import signal
 import subprocess
@@ -14,17 +12,17 @@ import sys
 import time
 
 import jax
+import mesh_runs
 import numpy as np
 import pytest
-from run_helpers import free_port, untimed
+from run_helpers import environment, joined, untimed
 
 from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
 
-HERE = pathlib.Path(__file__).parent
-RUNS = HERE / "training" / "mesh_runs.py"
+RUNS = pathlib.Path(mesh_runs.__file__)
 STEPS = 4
 SETTINGS = {
   "steps": STEPS,
@@ -38,14 +36,11 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
   """Returns a function that makes command lines for a shared model."""
-  spec = importlib.util.spec_from_file_location("mesh_runs", RUNS)
-  runs = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(runs)
   models = tmp_path_factory.mktemp("models")
-  model = runs.make_model(models, **runs.MODELS["llama"])
+  model = mesh_runs.make_model(models, **mesh_runs.MODELS["llama"])
 
   def command_line(changes):
-    settings = runs.SETTINGS | SETTINGS | {"model.path": model} | changes
+    settings = mesh_runs.SETTINGS | SETTINGS | {"model.path": model} | changes
     text = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
     return [f"--config.{name}={text(x)}" for name, x in settings.items()]
 
@@ -59,18 +54,11 @@ def started(directory, count, words, of_1=()):
   Their output goes to files next to the run directory; `of_1` are additional
   arguments of process 1.
   """
-  env = os.environ | {
-    "JAX_NUM_CPU_DEVICES": str(8 // count),
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(HERE.parent),
-  }
+  env = environment(JAX_NUM_CPU_DEVICES=str(8 // count))
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={directory}"]
-  address = f"127.0.0.1:{free_port()}"
   processes = []
-  for i in range(count):
-    own = [f"--coordinator={address}", f"--num_processes={count}"]
-    own = [*own, f"--process_id={i}"] if count > 1 else []
-    own += of_1 if i == 1 else []
+  for i, flags in enumerate(joined(count)):
+    own = [*flags, *of_1] if i == 1 else flags
     with (
       open(log(directory, i, "out"), "w") as out,
       open(log(directory, i, "err"), "w") as err,

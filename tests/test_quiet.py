@@ -1,11 +1,9 @@
 """Libraries print no messages in our programs."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from run_helpers import python
 
 HERE = pathlib.Path(__file__).parent
 # A single process, because imports take most of the time. Its file descriptors
@@ -35,12 +33,7 @@ with toy["task"]():
 @pytest.mark.slow
 def test_no_library_prints_messages(toy_model, tmp_path):
   run = tmp_path / "run"
-  done = subprocess.run(
-    [sys.executable, "-c", PROGRAMS, HERE / "toy.py", toy_model, run],
-    env={**os.environ, "PYTHONPATH": str(HERE.parent), "JAX_PLATFORMS": "cpu"},
-    capture_output=True,
-    text=True,
-  )
+  done = python("-c", PROGRAMS, HERE / "toy.py", toy_model, run)
   assert done.returncode == 0, done.stderr
   assert done.stderr == ""
   first, *_, last = done.stdout.splitlines()

@@ -12,13 +12,14 @@ from run_helpers import refusal
 from grpojax import sft
 from grpojax.data import texts as texts_lib
 from grpojax.models import huggingface as hf
+from grpojax.runtime.cli import settings
 from grpojax.runtime.text import tokenization
 
 PROBLEMS = pathlib.Path(__file__).parent / "data" / "gsm8k"
 
 
 def config_with(**changes):
-  config = sft.default_config()
+  config = settings.to_config(sft.SETTINGS)
   config.update(changes)
   return config
 

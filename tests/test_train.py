@@ -2,17 +2,14 @@
 
 import json
 import math
-import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
-from run_helpers import refusal, rows_of
+from run_helpers import ROOT, python, refusal, rows_of
 
 from grpojax import evaluate, export, train
 from grpojax.data import arithmetic, datasets
@@ -24,7 +21,6 @@ from grpojax.training.run import fit
 from grpojax.training.step import sampling
 from grpojax.training.step.extensions import group_size
 
-HERE = pathlib.Path(__file__).parent
 FILES = set(
   "config.json lengths.npz metrics.jsonl samples.jsonl rewards.jsonl "
   "evaluations.jsonl tensorboard checkpoints model learning_curve.png "
@@ -194,7 +190,7 @@ def test_an_error_leaves_no_run_directory(
       patch.setitem(datasets.DATASETS, "arithmetic", arithmetic.load)
     patch.setattr(fit, "fit", None)
     small = [] if "num_prompts" in word else toy.arguments(toy_model)
-    message = refusal(train, *small, word.format(root=HERE.parent))
+    message = refusal(train, *small, word.format(root=ROOT))
   assert (REFUSED | REFUSED_LATER)[word] in message
   assert word not in REFUSED or "\n" not in message
   assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -290,10 +286,6 @@ def test_a_damaged_config_is_reported_without_traceback(
 def test_errors_during_imports(program, statement, code, err, tmp_path):
   for library in ("jax", "ml_collections"):
     (tmp_path / f"{library}.py").write_text(statement)
-  done = subprocess.run(
-    [sys.executable, "-m", f"grpojax.{program}"],
-    env=os.environ | {"PYTHONPATH": f"{tmp_path}:{HERE.parent}"},
-    capture_output=True,
-    text=True,
-  )
+  path = f"{tmp_path}:{ROOT}"
+  done = python("-m", f"grpojax.{program}", PYTHONPATH=path)
   assert done.returncode == code and re.search(err, done.stderr)

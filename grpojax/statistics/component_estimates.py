@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from grpojax.statistics.group_size import Components
 
-Groups = Float[Array, "B G"]
+Groups = Float[Array, "*B G"] | Float[np.ndarray, "*B G"]
 
 
 class PromptEstimates(NamedTuple):
@@ -54,7 +55,7 @@ def _baselines(
   return ratio(rewards, scores), ratio(pair_rewards, pair_scores)
 
 
-def _reward_moments(rewards: Groups) -> tuple[Groups, Groups]:
+def reward_moments(rewards: Groups) -> tuple[Groups, Groups]:
   """Estimates delta_i^2 and sigma^2 for each sample i, without knowing V(x).
 
   Let c_i = Z_i - mean(Z) and S = sum_i c_i^2. The first is the mean of (Z_i -
@@ -64,8 +65,8 @@ def _reward_moments(rewards: Groups) -> tuple[Groups, Groups]:
   of i; their squared deviations sum to S - G / (G - 1) c_i^2.
   """
   n = rewards.shape[-1]
-  centred = rewards - jnp.mean(rewards, -1, keepdims=True)
-  sum_of_squares = jnp.sum(centred**2, -1, keepdims=True)
+  centred = rewards - rewards.mean(-1, keepdims=True)
+  sum_of_squares = (centred**2).sum(-1, keepdims=True)
   delta_sq = (n * (n - 1) * centred**2 - sum_of_squares) / ((n - 1) * (n - 2))
   variance = (sum_of_squares - n / (n - 1) * centred**2) / (n - 2)
   return delta_sq, variance
@@ -86,32 +87,28 @@ def prompt_estimates(
       g(x) . g(x')          a_i (Z_i - b) of x times a_j (Z_j - b) of x'
   """
   n = rewards.shape[-1]
-  delta_sq, variance = _reward_moments(rewards)
-  # Group means, [V, B].
-  score = jnp.mean(a, -1)
-  score_reward = jnp.mean(a * rewards, -1)
-  score_sq = jnp.mean(a**2, -1)
-  score_sq_reward = jnp.mean(a**2 * rewards, -1)
-  score_sq_reward_sq = jnp.mean(a**2 * rewards**2, -1)
-  baseline, pair_baseline = _baselines(score_sq, score_sq_reward)  # [B], [B, B]
+  delta_sq, variance = reward_moments(rewards)
+  baseline, pair_baseline = _baselines(  # [B], [B, B]
+    jnp.mean(a**2, -1), jnp.mean(a**2 * rewards, -1)
+  )
 
   # ||g||^2: with y_i = a_i (Z_i - b), the mean of y_i y_j over i != j is
-  # (G mean(y)^2 - mean(y^2)) / (G - 1). The next lines expand mean(y^2).
-  mean_sq = score_sq_reward_sq - 2 * baseline * score_sq_reward
-  mean_sq += baseline**2 * score_sq
-  gradient_sq = n * (score_reward - baseline * score) ** 2 - mean_sq
+  # (G mean(y)^2 - mean(y^2)) / (G - 1).
+  y = a * (rewards - baseline[:, None])
+  gradient_sq = n * jnp.mean(y, -1) ** 2 - jnp.mean(y**2, -1)
   gradient_sq /= n - 1
 
   # g(x) . g(x'), [V, B, B]: means of a (Z - b); b does not use x and x'.
-  first = score_reward[:, :, None] - pair_baseline * score[:, :, None]
-  second = score_reward[:, None, :] - pair_baseline * score[:, None, :]
+  score = jnp.mean(a, -1)[..., None]  # [V, B, 1]
+  first = jnp.mean(a * rewards, -1)[..., None] - pair_baseline * score
+  products = first * first.swapaxes(1, 2)
   different = ~jnp.eye(rewards.shape[0], dtype=bool)
   return PromptEstimates(
     gradient_sq=gradient_sq,
     oracle=jnp.mean(a**2 * delta_sq, -1),
-    vanilla=score_sq_reward_sq,
+    vanilla=jnp.mean(a**2 * rewards**2, -1),
     fisher_times_variance=jnp.mean(a**2 * variance, -1),
-    pairs=jnp.where(different, first * second, 0.0),
+    pairs=jnp.where(different, products, 0.0),
   )
 
 

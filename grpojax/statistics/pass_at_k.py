@@ -1,5 +1,6 @@
 """Unbiased pass@k and maj@k from n samples per prompt."""
 
+import collections
 import functools
 import math
 
@@ -51,17 +52,14 @@ def _votes(
   labels: Int[np.ndarray, "n"], correct: Bool[np.ndarray, "n"]
 ) -> tuple[tuple[tuple[int, bool], ...], int]:
   """Returns the answers' sorted (votes, correct), and the number of SILENT."""
-  answers, answer_of_sample = np.unique(labels, return_inverse=True)
-  votes = np.bincount(answer_of_sample)
-  correct_votes = np.bincount(answer_of_sample, weights=correct)
-  if np.any((correct_votes > 0) & (correct_votes < votes)):
+  right = dict(zip(labels.tolist(), correct.tolist(), strict=True))
+  if [right[x] for x in labels.tolist()] != correct.tolist():
     raise ValueError("samples with equal labels must be equally correct")
-  if np.any(correct_votes[answers == SILENT]):
+  if right.get(SILENT):
     raise ValueError("a sample without an answer (label -1) cannot be correct")
-  voting = answers != SILENT
-  pairs = zip(votes[voting], correct_votes[voting], strict=True)
-  counted = sorted((int(count), bool(right)) for count, right in pairs)
-  return tuple(counted), int(np.sum(labels == SILENT))
+  votes = collections.Counter(labels.tolist())
+  silent = votes.pop(SILENT, 0)
+  return tuple(sorted((n, right[x]) for x, n in votes.items())), silent
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float, Key, PyTree
 
 from grpojax.core.decoding.sampling import Sampling
@@ -18,13 +19,9 @@ def rademacher_like(
   key: Key[Array, ""], tree: PyTree[Float[Array, "..."]]
 ) -> PyTree[Float[Array, "..."]]:
   """Draws random signs v, for which E[v v^T] = I and (v . s)^2 varies least."""
-  leaves, structure = jax.tree.flatten(tree)
-  keys = jax.random.split(key, len(leaves))
-  signs = [
-    jax.random.rademacher(leaf_key, leaf.shape, leaf.dtype)
-    for leaf_key, leaf in zip(keys, leaves, strict=True)
-  ]
-  return jax.tree.unflatten(structure, signs)
+  signs = lambda x, key: jax.random.rademacher(key, x.shape, x.dtype)
+  keys = optax.tree.split_key_like(key, tree)
+  return jax.tree.map(signs, tree, keys)
 
 
 def score_projections(

@@ -31,18 +31,15 @@ class Stratum(NamedTuple):
   weight: float  # of the whole stratum, up to a factor shared by all strata
 
 
-class Drawn(NamedTuple):
-  """Prompts of a batch."""
-
-  indices: Int[np.ndarray, "B"]
-  weights: Float[np.ndarray, "B"]  # importance weights, 1 on average
-
-
 def original(strata: Sequence[Stratum]) -> Vector:
   """Returns the probability r of each prompt without priorities; sums to 1."""
   total = sum(stratum.weight for stratum in strata)
   shares = [np.full(s.size, s.weight / total / s.size) for s in strata]
   return np.concatenate(shares)
+
+
+def _by_stratum(values: np.ndarray, strata: Sequence[Stratum]) -> list:
+  return np.split(values, np.cumsum([stratum.size for stratum in strata])[:-1])
 
 
 def expected_rows(
@@ -60,14 +57,11 @@ def expected_rows(
   """
   total = sum(stratum.weight for stratum in strata)
   expected = []
-  start = 0
-  for size, weight in strata:
-    part = priorities[start : start + size]
-    start += size
+  parts = _by_stratum(priorities, strata)
+  for (size, weight), part in zip(strata, parts, strict=True):
     # Prompts are drawn evenly if all priorities of the stratum are 0.
-    even = by_priority = np.full(size, 1 / size)
-    if np.sum(part) > 0:
-      by_priority = part / np.sum(part)
+    even = np.full(size, 1 / size)
+    by_priority = part / np.sum(part) if np.any(part) else even
     q = uniform * even + (1 - uniform) * by_priority
     expected.append(_at_most(most, rows * weight / total, q))
   return np.concatenate(expected)
@@ -100,12 +94,8 @@ def systematic(
     expected     0.6      0.3      0.8        0.3     1.0
     drawn            ^u=0.4              ^1.4             ^2.4
   """
-  orders = []
-  start = 0
-  for size, _ in strata:
-    orders.append(start + rng.permutation(size))
-    start += size
-  order = np.concatenate(orders)
+  parts = _by_stratum(np.arange(len(expected)), strata)
+  order = np.concatenate([rng.permutation(part) for part in parts])
   edges = np.cumsum(expected[order])
   # Rounding errors change the line's length, `rows`: marks are scaled to it.
   rows = round(float(edges[-1]))
@@ -123,11 +113,14 @@ def draw(
   rows: int,
   uniform: int | float,
   most: int = 1,
-) -> Drawn:
-  """Draws a batch in random order; `expected_rows` explains the arguments."""
+) -> tuple[Int[np.ndarray, "B"], Float[np.ndarray, "B"]]:
+  """Draws the prompts of a batch in random order.
+
+  Returns their indices and importance weights, 1 on average; `expected_rows`
+  explains the arguments.
+  """
   expected = expected_rows(
     priorities, strata, rows=rows, uniform=uniform, most=most
   )
   indices = rng.permutation(systematic(expected, strata, rng))
-  weights = rows * original(strata)[indices] / expected[indices]
-  return Drawn(indices, weights)
+  return indices, rows * original(strata)[indices] / expected[indices]

@@ -65,23 +65,21 @@ def posterior(rates: Any) -> tuple[Vector, Vector]:
   return a, b
 
 
-def varies(a: Vector, b: Vector, *, group_size: int) -> Vector:
-  """Returns the probability that a group has right and wrong completions.
+def _mean(a: Vector, b: Vector, x: int | float, y: int | float) -> Vector:
+  """Returns E[p^x (1 - p)^y] = B(a + x, b + y) / B(a, b)."""
+  betaln = scipy.special.betaln
+  return np.exp(betaln(a + x, b + y) - betaln(a, b))
 
-  Beta-binomial: E[p^G] = prod_{k<G} (a + k) / (a + b + k).
-  """
-  all_right, all_wrong = np.ones_like(a), np.ones_like(b)
-  for k in range(group_size):
-    all_right *= (a + k) / (a + b + k)
-    all_wrong *= (b + k) / (a + b + k)
-  return np.maximum(1 - all_right - all_wrong, 0)
+
+def varies(a: Vector, b: Vector, *, group_size: int) -> Vector:
+  """Returns the probability that a group has right and wrong completions."""
+  equal = _mean(a, b, group_size, 0) + _mean(a, b, 0, group_size)
+  return np.maximum(1 - equal, 0)
 
 
 def spread(a: Vector, b: Vector) -> Vector:
   """Returns the expected standard deviation of a reward, E[sqrt(p (1 - p))]."""
-  # For p with density Beta(a, b) this is B(a + 1/2, b + 1/2) / B(a, b).
-  betaln = scipy.special.betaln
-  return np.exp(betaln(a + 0.5, b + 0.5) - betaln(a, b))
+  return _mean(a, b, 0.5, 0.5)
 
 
 def in_band(a: Vector, b: Vector, *, band: tuple) -> Vector:

@@ -96,7 +96,6 @@ def covariance(
   Traces are the errors of `mse`, without the bias of `centred`. Arguments are
   those of `moments`, and G >= 2.
   """
-  g = check_sizes(group_size)
   gradient = policy_gradient(probabilities, scores, rewards)
   outer = jnp.outer(gradient, gradient)
   delta = rewards - jnp.sum(probabilities * rewards)
@@ -104,16 +103,16 @@ def covariance(
   def second_moment(factors):  # E[factor^2 s s^T], a factor per completion
     return (scores * (probabilities * factors**2)[:, None]).T @ scores
 
-  oracle = (second_moment(delta) - outer) / g
   variance = jnp.sum(probabilities * delta**2)  # sigma^2
   fisher = second_moment(jnp.ones_like(delta))  # E[s s^T]
-  unbiased = oracle + (fisher * variance + outer) / (g * (g - 1))
-  return Estimators(
-    vanilla=(second_moment(rewards) - outer) / g,
-    leave_one_out=unbiased,
-    centred=((g - 1) / g) ** 2 * unbiased,
-    oracle=oracle,
+  # `mse` is linear in the moments, so matrices may replace their traces.
+  matrices = Moments(
+    gradient_sq=jnp.zeros_like(outer),  # no bias
+    oracle_trace=second_moment(delta) - outer,
+    vanilla_trace=second_moment(rewards) - outer,
+    remainder=fisher * variance + outer,
   )
+  return mse(matrices, group_size)
 
 
 def check_sizes(

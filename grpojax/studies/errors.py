@@ -20,6 +20,7 @@ from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.types import LM, Params, Prompts
 from grpojax.models import lora
+from grpojax.statistics.component_estimates import reward_moments
 from grpojax.statistics.intervals import t_quantile
 from grpojax.statistics.projections import rademacher_like
 from grpojax.statistics.u_statistics import Estimators, Moments
@@ -136,27 +137,19 @@ def score_moments(gram: Gram, rewards: Rewards) -> Moments:
   n = len(rewards)
   z = rewards.astype(np.float64)
   norms = np.diag(gram)
-  first = z.sum()
-  second = (z**2).sum()
-  # Over all samples except i: sum, mean, unbiased V^2 and unbiased sigma^2
-  total = first - z
-  mean = total / (n - 1)
-  square = _square(total, second - z**2, n - 1)
-  variance = (second - z**2) / (n - 1) - square
-  # (Z_i - V)^2 is multiplied out, with V and V^2 from the other samples.
-  oracle = np.mean(norms * (z**2 - 2 * z * mean + square))
+  delta_sq, variance = reward_moments(z)
   # Over all samples except i and k: sum, unbiased V^2
   pair = z[:, None] + z
-  total = first - pair
-  square = _square(total, second - z[:, None] ** 2 - z**2, n - 2)
-  # (Z_i - V)(Z_k - V), multiplied out in the same way
+  total = z.sum() - pair
+  square = _square(total, (z**2).sum() - z[:, None] ** 2 - z**2, n - 2)
+  # (Z_i - V)(Z_k - V), multiplied out, with V and V^2 from other samples
   kernel = z[:, None] * z - pair * total / (n - 2) + square
   # The mean over pairs i != k leaves out the diagonal.
   products = gram * kernel
   gradient_sq = (products.sum() - np.trace(products)) / (n * (n - 1))
   return Moments(
     gradient_sq=gradient_sq,
-    oracle_trace=oracle - gradient_sq,
+    oracle_trace=np.mean(norms * delta_sq) - gradient_sq,
     vanilla_trace=np.mean(norms * z**2) - gradient_sq,
     remainder=np.mean(norms * variance) + gradient_sq,
   )
@@ -196,93 +189,70 @@ def score_lengths(gram: Gram, rewards: Rewards) -> ScoreLengths:
   )
 
 
-def _errors(gram, rewards, group_size, blocks, baseline) -> np.ndarray:
-  """Measures the errors [1 + b, 4] of four estimators; see `group_errors`.
-
-  Row 0 uses all blocks, each further row leaves out a block. A "form" is a
-  weighted sum of a group's scores (vanilla, leave_one_out, centred, and the
-  mean score for the oracle), a "truth" an estimate of g from a whole block.
-  """
-  size = len(rewards) // blocks
-  count = len(rewards) // group_size
-  # The samples' weights in each form, [4, S]
-  groups = jnp.asarray(rewards.reshape(-1, group_size))
-  functions = (vanilla, leave_one_out, dr_grpo, jnp.ones_like)
-  forms = np.stack(
-    [np.asarray(f(groups), np.float64).ravel() / group_size for f in functions]
-  )
-  # Products of two forms of the same group, [4, 4, b], need the diagonal blocks
-  # [G, G] of the Gram matrix.
-  by_group = gram.reshape(count, group_size, count, group_size)
+def _errors(gram, rewards, group_size, block, baseline) -> np.ndarray:
+  """Measures the errors [4] of four estimators; see `group_errors`."""
+  blocks = len(rewards) // block
+  # The oracle's V is the mean reward of the other blocks, and its square is
+  # estimated without bias, too. The expected error is exactly that with the
+  # true V, because errors of V multiply mean scores, whose expectation is 0.
+  sums = np.stack([rewards, rewards**2]).reshape(2, blocks, block).sum(-1)
+  total, second = sums.sum(-1, keepdims=True) - sums
+  rest = (blocks - 1) * block
+  value = total / rest  # [b]
+  excess = value**2 - _square(total, second, rest)
+  # The scores' weights in the gradients of each group, [4, groups, G]
+  groups = rewards.reshape(-1, group_size)
+  weights = [f(jnp.asarray(groups)) for f in (vanilla, leave_one_out, dr_grpo)]
+  weights.append(groups - np.repeat(value, block).reshape(groups.shape))
+  weights = np.array(weights, np.float64) / group_size
+  # Squared lengths need the diagonal blocks [G, G] of the Gram matrix.
+  by_group = gram.reshape(*groups.shape, *groups.shape)
   inside = np.einsum("igih->igh", by_group)
-  grouped = forms.reshape(len(forms), count, group_size)
-  half = np.einsum("igh,eih->eig", inside, grouped)
-  squares = np.einsum("fig,eig->fei", grouped, half)
-  squares = squares.reshape(*squares.shape[:2], blocks, -1).mean(-1)
-  # Each sample's score times each block's truth, [S, b].
-  truth = (rewards - baseline) / size
-  onto = (gram * truth).reshape(len(rewards), blocks, size).sum(-1)
-  # Forms of a block times truths of another block, [4, b, b]
-  cross = (forms[:, :, None] * onto).reshape(len(forms), blocks, size, blocks)
-  cross = cross.sum(2) / (size // group_size)
-  truths = (truth[:, None] * onto).reshape(blocks, size, blocks).sum(1)
-  sums = np.stack([rewards, rewards**2]).reshape(2, blocks, size).sum(-1)
-
-  def errors_of(chosen):
-    n = len(chosen)
-    part = squares[..., chosen]
-    # The oracle's V is the mean reward of the other blocks, and its square is
-    # estimated without bias, too. The expected error is exactly that with the
-    # true V, because errors of V multiply mean scores, whose expectation is 0.
-    of_chosen = sums[:, chosen]
-    total, second = of_chosen.sum(-1, keepdims=True) - of_chosen
-    v = total / ((n - 1) * size)
-    v2 = _square(total, second, (n - 1) * size)
-    oracle = part[0, 0] - 2 * v * part[0, 3] + v2 * part[3, 3]
-    square = np.stack([*(part[i, i] for i in range(3)), oracle])
-    products = cross[:, chosen][:, :, chosen]
-    of_oracle = products[0] - v[:, None] * products[3]
-    products = np.stack([*products[:3], of_oracle])
-    # Weights for the mean over ordered pairs of different blocks
-    others = (1 - np.eye(n)) / (n * (n - 1))
-    mixed = np.sum(products * others, (-2, -1))
-    both = np.sum(truths[np.ix_(chosen, chosen)] * others)
-    # ||ghat||^2 - 2 ghat.g + ||g||^2, as means over blocks and their pairs.
-    return square.mean(-1) - 2 * mixed + both
-
-  subsets = [np.arange(blocks), *without_each(blocks, blocks)]
-  return np.array([errors_of(chosen) for chosen in subsets])
+  squares = np.einsum("eig,igh,eih->ei", weights, inside, weights).mean(-1)
+  mean_scores_sq = inside.mean((1, 2)).reshape(blocks, -1).mean(-1)  # [b]
+  squares[3] -= np.mean(excess * mean_scores_sq)
+  # Each block estimates g. Products with each score, [S, b], with the mean
+  # gradient of each block, [4, b, b], and with the estimates of other blocks
+  truth = (rewards - baseline) / block
+  onto = (gram * truth).reshape(-1, blocks, block).sum(-1)
+  products = weights.reshape(4, -1, 1) * onto
+  products = products.reshape(4, blocks, block, blocks).sum(2)
+  products *= group_size / block
+  truths = (truth[:, None] * onto).reshape(blocks, block, blocks).sum(1)
+  # Weights for the mean over ordered pairs of different blocks
+  pairs = (1 - np.eye(blocks)) / (blocks * (blocks - 1))
+  # ||ghat||^2 - 2 ghat.g + ||g||^2
+  mixed = np.sum(products * pairs, (-2, -1))
+  return squares - 2 * mixed + np.sum(truths * pairs)
 
 
 def group_errors(
   gram: Gram,
   rewards: Rewards,
   group_sizes: Sequence[int],
-  blocks: int,
+  block: int,
   baseline: float,
-) -> tuple[Estimators, Estimators]:
-  """Measures the mean squared errors of groups of completions.
+) -> Estimators:
+  """Measures the mean squared errors [group sizes] of groups of completions.
 
-  Returns errors [group sizes], and errors without each block [b, group sizes].
-
-  The pool is divided into b >= 3 blocks, each block into groups of G, so group
-  sizes must divide S / b. A group's error is ||ghat||^2 - 2 ghat.g + ||g||^2.
-  Estimates from the other blocks replace the unknown g and the oracle's V;
-  products of estimates from two blocks replace ||g||^2. So the expected result
-  is exactly the mean squared error. Estimates of g subtract `baseline` from
-  rewards; it must not depend on the pool.
+  The pool is divided into blocks of `block` samples, each block into groups of
+  G, so group sizes must divide `block`. A group's error is ||ghat||^2 - 2
+  ghat.g + ||g||^2. Estimates from the other blocks replace the unknown g and
+  the oracle's V; products of estimates from two blocks replace ||g||^2. So the
+  expected result is exactly the mean squared error. Estimates of g subtract
+  `baseline` from rewards; it must not depend on the pool.
   """
   rewards = rewards.astype(np.float64)
-  errors = [_errors(gram, rewards, g, blocks, baseline) for g in group_sizes]
-  by_estimator = np.array(errors).transpose(2, 1, 0)  # [4, 1 + b, group sizes]
-  return Estimators(*by_estimator[:, 0]), Estimators(*by_estimator[:, 1:])
+  errors = [_errors(gram, rewards, g, block, baseline) for g in group_sizes]
+  return Estimators(*np.transpose(errors))
 
 
 def without_blocks(
   estimate: Callable[..., Numbers], gram: Gram, rewards: Rewards, blocks: int
 ) -> Numbers:
   """Repeats an estimate, each time leaving out one block of samples."""
-  subsets = without_each(blocks, len(rewards))
+  by_block = np.arange(len(rewards)).reshape(blocks, -1)
+  subsets = [np.delete(by_block, i, axis=0).ravel() for i in range(blocks)]
   return stacked(estimate(gram[np.ix_(k, k)], rewards[k]) for k in subsets)
 
 
@@ -290,12 +260,6 @@ def stacked(estimates: Iterable[Numbers]) -> Numbers:
   """Stacks the fields of named tuples along a new first axis."""
   estimates = list(estimates)
   return type(estimates[0])(*map(np.array, zip(*estimates, strict=True)))
-
-
-def without_each(blocks: int, count: int) -> list[np.ndarray]:
-  """Lists, for each block, the indices below `count` outside the block."""
-  by_block = np.arange(count).reshape(blocks, -1)
-  return [np.delete(by_block, i, axis=0).ravel() for i in range(blocks)]
 
 
 def mean_over_prompts(

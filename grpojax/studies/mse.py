@@ -111,8 +111,9 @@ def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
   keys = [jax.random.fold_in(key, i) for i in (0, 1)]
   sampled = samples.sample(bench, index, keys)
   rewards = sampled.rewards
+  block = max(config.group_sizes)
+  blocks = config.samples // block
   # The first pool is measured, the second gives the formulas' moments.
-  blocks = config.samples // max(config.group_sizes)
   first = slice(config.samples)
   second = slice(config.samples, None)
 
@@ -123,23 +124,19 @@ def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
   group_errors = functools.partial(
     errors.group_errors,
     group_sizes=config.group_sizes,
-    blocks=blocks,
+    block=block,
     baseline=baseline,
   )
-  measured, without = group_errors(*pool(first))
-  row = {"errors": measured, "errors_without": without}
-  fields = {
-    "moments": (errors.score_moments, second, blocks),
-    "lengths": (errors.score_lengths, slice(None), 2 * blocks),
-  }
-  for field, (estimate, part, count) in fields.items():
+  row = {}
+  for field, estimate, part, count in (
+    ("errors", group_errors, first, blocks),
+    ("moments", errors.score_moments, second, blocks),
+    ("lengths", errors.score_lengths, slice(None), 2 * blocks),
+  ):
     row[field] = estimate(*pool(part))
     without = errors.without_blocks(estimate, *pool(part), count)
     row[f"{field}_without"] = without
-  if bench.projections:
-    whole_errors = lambda *pool: group_errors(*pool)[0]
-    fields = {"errors": (whole_errors, first, blocks)} | fields
-    for field, (estimate, part, _) in fields.items():
+    if bench.projections:
       row[f"{field}_projected"] = errors.stacked(
         estimate(*pool(part, gram)) for gram in sampled.without
       )

@@ -99,9 +99,8 @@ def chi_square_weights(curvature: Matrix, covariance: Matrix) -> Vector:
 
   These are the weights of chi2_1 in the limit; its mean is their sum.
   """
-  h, basis = np.linalg.eigh(curvature)
-  root = basis * np.sqrt(h)  # root root^T = H
-  return np.linalg.eigvalsh(root.T @ covariance @ root) / 2
+  # H S has the same eigenvalues: S v = lambda H^-1 v.
+  return scipy.linalg.eigvalsh(covariance, np.linalg.inv(curvature)) / 2
 
 
 def chi_square_quantiles(weights: Vector, count: int = 5000) -> Quantiles:
@@ -184,7 +183,7 @@ def bandit() -> Bandit:
   """Returns the bandit of the study."""
   sizes = {"prompts": 8, "vocab": 4, "dims": 3}
   problem = tabular.make_problem(0, **sizes, spread=0.5, beta=0.5)
-  optimum = tabular.optimum(problem)
+  optimum = tabular.optimum(problem, np.zeros(sizes["dims"]))
   curvature = -tabular.derivatives(problem, optimum)[1]
   eta = float(1.0 / np.linalg.eigvalsh(curvature)[0])
   best = float(tabular.objective(problem, optimum))
@@ -273,31 +272,24 @@ def best_group_size(known: Bandit) -> float:
 
 def tables(steps: tuple[int, ...], outcomes: Outcomes) -> dict[str, list[dict]]:
   """Returns the rows of the CSV files, by file name."""
-  rows = {"results": [], "quantiles": []}
-
-  def apart(end, *samples):
-    ks, w1 = distances(*samples)
-    return {f"ks{end}": ks, f"w1{end}": w1}
-
-  def add(table, *columns):
-    rows[table].append(run.rounded(functools.reduce(dict.__or__, columns), 5))
-
+  results = []
+  quantiles = []
   for (estimator, g), x in outcomes.items():
     label = {"estimator": estimator, "group_size": g}
     for n, gaps, linear in zip(steps, x.gaps, x.linear_mean, strict=True):
       mean, low, high = mean_interval(gaps)
-      add(
-        "results",
-        label | {"n": n, "mean": mean, "low": low, "high": high},
-        {"limit_mean": x.limit_mean, "linear_mean": linear},
-        apart("", gaps, x.limit),
-        {"ks_band": x.bands[0], "w1_band": x.bands[1]},
-        apart("_to_oracle_limit", gaps, outcomes["oracle", g].limit),
-      )
+      ks, w1 = distances(gaps, x.limit)
+      far = distances(gaps, outcomes["oracle", g].limit)
+      row = label | {"n": n, "mean": mean, "low": low, "high": high}
+      row |= {"limit_mean": x.limit_mean, "linear_mean": linear}
+      row |= {"ks": ks, "w1": w1, "ks_band": x.bands[0], "w1_band": x.bands[1]}
+      row |= {"ks_to_oracle_limit": far[0], "w1_to_oracle_limit": far[1]}
+      results.append(run.rounded(row, 5))
     for level in LEVELS:
       runs, limit = (np.quantile(y, level) for y in (x.gaps[-1], x.limit))
-      add("quantiles", label, {"level": level, "runs": runs, "limit": limit})
-  return rows
+      row = label | {"level": level, "runs": runs, "limit": limit}
+      quantiles.append(run.rounded(row, 5))
+  return {"results": results, "quantiles": quantiles}
 
 
 def draw(axes: np.ndarray, steps: tuple[int, ...], outcomes: Outcomes) -> None:

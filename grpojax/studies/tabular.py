@@ -12,7 +12,6 @@ because there are fewer parameters than logits. Numpy functions compute in
 float64.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -96,30 +95,17 @@ def derivatives(problem: Problem, theta: Vector) -> tuple[Vector, Matrix]:
   return gradient, np.einsum("xv,xvd,xve->xde", weight, s, s).mean(0)
 
 
-def optimum(problem: Problem) -> Vector:
-  """Finds theta*, the maximum of J, from theta = 0 and 19 normal starts.
-
-  ValueError if they lead to different maxima, or J is flat at the maximum.
-  """
-  dims = problem.features.shape[-1]
-  first = np.random.default_rng(0).normal(scale=2.0, size=(20, dims))
-  first[0] = 0
-  climb = functools.partial(
-    scipy.optimize.minimize,
+def optimum(problem: Problem, start: Vector) -> Vector:
+  """Finds theta*, the maximum of J, from `start`."""
+  return scipy.optimize.minimize(
     lambda theta: -objective(problem, theta),
+    start,
     jac=lambda theta: -derivatives(problem, theta)[0],
     hess=lambda theta: -derivatives(problem, theta)[1],
     method="trust-exact",
     # Short steps: far out the policy is deterministic, and J flat.
     options={"gtol": 1e-12, "initial_trust_radius": 0.9, "max_trust_radius": 1},
-  )
-  ends = [climb(theta).x for theta in first]
-  best = max(ends, key=lambda theta: objective(problem, theta))
-  apart = max(np.abs(theta - best).max() for theta in ends)
-  flattest = np.linalg.eigvalsh(-derivatives(problem, best)[1])[0]
-  if apart > 1e-4 or flattest < 1e-4:
-    raise ValueError("J has several maxima or is flat: choose another problem")
-  return best
+  ).x
 
 
 def gradient_noise(

@@ -276,6 +276,7 @@ MAX_COMPLETIONS = 2**20  # per update; published runs have thousands
 none_for_0 = lambda value, _: value or None
 filter_size = lambda value, _: max(value or 0, 0)  # top-k: off for null and -1
 max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
+as_list = lambda value: [value] if isinstance(value, str) else list(value or ())
 
 
 def micro_batches(at_least: int, origin: Origin) -> int:
@@ -310,9 +311,7 @@ def steps(origin: Origin, name: str, epochs: str, limited: bool) -> Items:
 
 def stop_strings(origin: Origin, name: str) -> Items:
   """Translates stop strings."""
-  value = origin[name] or ()
-  strings = (value,) if isinstance(value, str) else tuple(map(str, value))
-  if strings:
+  if strings := tuple(map(str, as_list(origin[name]))):
     yield origin.setting("sampling.stop", strings, name)
     text = f"rewards see the stop string in {origin.library.name}, but not here"
     yield Note(name, text)
@@ -320,8 +319,7 @@ def stop_strings(origin: Origin, name: str) -> Items:
 
 def trackers(origin: Origin, name: str) -> Items:
   """Translates trackers of metrics."""
-  value = origin[name]
-  names = [value] if isinstance(value, str) else list(value or ())
+  names = as_list(origin[name])
   known = tuple(tracker for tracker in names if tracker in TRACKERS)
   yield origin.setting("log.trackers", known, name)
   for tracker in dict.fromkeys(names):
@@ -363,7 +361,7 @@ def lora_targets(origin: Origin, name: str) -> Items:
   names = origin[name]
   if names in (None, "all-linear"):
     return
-  names = [names] if isinstance(names, str) else list(names)
+  names = as_list(names)
   known = [n for n in LORA_TARGETS if f"{n}_proj" in names]
   if known:
     yield origin.setting("lora.targets", f"layers/({'|'.join(known)})", name)
@@ -395,7 +393,7 @@ def data(origin: Origin, name: str) -> Items:
 
 def first_file(name: str, files: Any) -> Iterator[Note]:
   """Returns the first of several files, and yields a note on the rest."""
-  first, *omitted = [files] if isinstance(files, str) else map(str, files)
+  first, *omitted = map(str, as_list(files))
   if omitted:
     text = f"only {first!r} is read; use a pattern to add"
     text = f"{text} {', '.join(map(repr, omitted))}"

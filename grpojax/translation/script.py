@@ -35,6 +35,10 @@ _DEFAULTS = (
   "set to the defaults of the script's command-line options: change them if you"
   " start it with other values"
 )
+_ENVIRONMENTS = (
+  "has a parameter `environments`, which rewards do not get here: return the"
+  " reward from the environment's method get_reward"
+)
 
 
 class Source(NamedTuple):
@@ -142,24 +146,7 @@ def read(
   names_called = {called(x) for x in script.calls}
   if not names_called & {"GRPOConfig", "GRPOTrainer"}:
     raise ValueError("it calls neither GRPOConfig(...) nor GRPOTrainer(...)")
-  # Read the keywords of GRPOConfig, GRPOTrainer and LoraConfig.
-  settings = dict(parsed)
-  unread: dict[str, str] = {}
-  defaults = []
-  for name, node in _keywords(script):
-    is_list = isinstance(script.only(node), ast.List | ast.Tuple)
-    try:
-      if name == "reward_funcs" or name == "tools" and is_list:
-        settings[name] = script.names(node, ast.FunctionDef, code or path)
-      elif name == "environment_factory":
-        (settings[name],) = script.names(node, ast.ClassDef, code or path)
-      elif name not in _NO_SETTINGS:
-        settings[name] = script.value(node)
-        if isinstance(node, ast.Attribute) and node.attr not in parsed:
-          defaults.append(name)
-    except (TypeError, ValueError):
-      settings.pop(name, None)
-      unread[name] = ast.unparse(node)[:80]
+  settings, unread, defaults = _settings(script, parsed, code or path)
   if "LoraConfig" in names_called:
     settings = _LORA | settings
   # Notes on functions and settings that need a change by hand.
@@ -172,11 +159,7 @@ def read(
     if isinstance(function, ast.FunctionDef):
       parameters = [*function.args.args, *function.args.kwonlyargs]
       if "environments" in [x.arg for x in parameters]:
-        advice = (
-          "has a parameter `environments`, which rewards do not get here:"
-        )
-        advice += " return the reward from the environment's method get_reward"
-        notes.append((function.name, advice))
+        notes.append((function.name, _ENVIRONMENTS))
   if names_called & {*_PARSERS} and not parsed:
     notes.append(("TrlParser", _COMMAND_LINE))
   if defaults:
@@ -190,6 +173,33 @@ def read(
   for name in ("train_dataset", "eval_dataset"):
     unread.pop(name, None)
   return Source(settings | data, unread, notes, module)
+
+
+def _settings(
+  script: _Script, parsed: Mapping[str, Any], file: pathlib.Path
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+  """Returns settings, unread expressions, and names set to options' defaults.
+
+  `file` has the functions and classes that settings name.
+  """
+  settings = dict(parsed)
+  unread = {}
+  defaults = []
+  for name, node in _keywords(script):
+    is_list = isinstance(script.only(node), ast.List | ast.Tuple)
+    try:
+      if name == "reward_funcs" or name == "tools" and is_list:
+        settings[name] = script.names(node, ast.FunctionDef, file)
+      elif name == "environment_factory":
+        (settings[name],) = script.names(node, ast.ClassDef, file)
+      elif name not in _NO_SETTINGS:
+        settings[name] = script.value(node)
+        if isinstance(node, ast.Attribute) and node.attr not in parsed:
+          defaults.append(name)
+    except (TypeError, ValueError):
+      settings.pop(name, None)
+      unread[name] = ast.unparse(node)[:80]
+  return settings, unread, defaults
 
 
 def _script(text: str, parsed: Mapping[str, Any]) -> _Script:

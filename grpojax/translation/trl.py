@@ -81,8 +81,7 @@ def _every(value: Any, origin: Origin) -> int | None:
 
 def _rewards(origin: Origin, name: str) -> Items:
   """Translates reward functions and models with their weights."""
-  names = origin[name]
-  names = [names] if isinstance(names, str) else list(names or ())
+  names = rules.as_list(origin[name])
   environment = origin["environment_factory"]
   flag = "reward.functions=FILE.py:FUNCTION"
   if name in origin.unread:  # else the default reward would be used

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from flax.traverse_util import unflatten_dict
 from ml_collections import ConfigDict
 
 from grpojax.runtime.cli import configs, settings
@@ -63,12 +64,10 @@ def _settled(
     section = next((s for s in free if settings.is_free(name, [s])), None)
     if section is None:
       fixed[name] = setting
-      continue
-    *parents, key = name.removeprefix(f"{section}.").split(".")
-    place = nested.setdefault(section, {})
-    for parent in parents:
-      place = place.setdefault(parent, {})
-    place[key] = setting.value
+    else:
+      below = name.removeprefix(f"{section}.")
+      nested.setdefault(section, {})[below] = setting.value
+  nested = {k: unflatten_dict(x, sep=".") for k, x in nested.items()}
   return fixed, nested
 
 

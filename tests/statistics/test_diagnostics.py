@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from populations import population
+from small_models import config_with, random_params
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import completion_mask
 from grpojax.core.types import Rollout
-from grpojax.models.transformer import (
-  TransformerConfig,
-  last_layers,
-  transformer,
-)
+from grpojax.models.transformer import last_layers, transformer
 from grpojax.statistics import diagnostics, group_size, projections
 from grpojax.statistics import u_statistics as u
 
@@ -69,7 +67,7 @@ def multisets(n, size):
 
 
 @pytest.mark.slow
-def test_components_are_unbiased(float64, population):
+def test_components_are_unbiased(float64):
   p, s, z = population(2, X, M, 2)
   expected = np.stack(exact(p, s, z + 1))
   assert_allclose(expectation(p, s, z + 1), expected, atol=1e-10)
@@ -77,19 +75,8 @@ def test_components_are_unbiased(float64, population):
 
 @pytest.fixture(scope="module")
 def tiny_decoder():
-  config = TransformerConfig(
-    3, width=8, layers=3, heads=2, kv_heads=1, head_dim=4, mlp=12
-  )
-  lm = transformer(config)
-
-  @jax.jit
-  def init(key):
-    return jax.tree.map(
-      lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape) / 3,
-      lm.init(key),
-    )
-
-  return lm, init(jax.random.key(0))
+  lm = transformer(config_with(vocab_size=3, layers=3))
+  return lm, random_params(lm)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -168,11 +155,8 @@ def test_projections_equal_per_sample_gradients(tiny_decoder, sampled, options):
 @pytest.mark.slow  # compiles
 def test_model_with_experts_is_diagnosed(sampled):
   """Functions of experts cannot be vmapped; compares with single gradients."""
-  config = TransformerConfig(
-    7, 8, 1, 2, 1, 4, 6, experts=3, experts_per_token=2
-  )
-  lm = transformer(config)
-  params = jax.tree.map(lambda x: 8 * x, lm.init(jax.random.key(0)))
+  lm = transformer(config_with(layers=1, experts=3, experts_per_token=2))
+  params = random_params(lm)
   options = {"tangents": 2, "vectorized": False}
   result, v = project(lm, params, sampled, **options)
   logprob = lambda params, b, i: logprobs(lm, params, sampled)[b, i]

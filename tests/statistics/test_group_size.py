@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from populations import all_groups, population
 
 from grpojax.statistics import group_size
 from grpojax.statistics import u_statistics as u
@@ -33,9 +34,7 @@ def enumerated(p, s, z, b, estimates, chance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("b", "g"), [(1, 3), (3, 2)])
-def test_mse_of_a_batch_equals_enumeration(
-  b, g, float64, population, all_groups
-):
+def test_mse_of_a_batch_equals_enumeration(b, g, float64):
   everything = population(1, X, M, D)
   args = [*map(jnp.asarray, everything)]
   moments = u.moments(*args)
@@ -53,9 +52,7 @@ def test_mse_of_a_batch_equals_enumeration(
   ("draws", "g"),
   [(1, 3), (2, 2), (3, 2), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
-def test_mse_of_epochs_of_a_finite_set_equals_enumeration(
-  draws, g, float64, population, all_groups
-):
+def test_mse_of_epochs_of_a_finite_set_equals_enumeration(draws, g, float64):
   many = 3
   p, s, z = population(2, many, 2, D)
   estimates, chance = all_groups(p, s, z, g)

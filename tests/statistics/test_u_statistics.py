@@ -7,22 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from populations import all_groups, population
 
 from grpojax.core import advantages
 from grpojax.statistics import u_statistics as u
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-@pytest.fixture
-def one_prompt(population):
-  return population(0, 1, 4, 3)
+ONE_PROMPT = population(0, 1, 4, 3)
 
 
 @pytest.mark.parametrize("group_size", [2, 4])
-def test_leave_one_out_is_the_u_statistic(group_size, one_prompt):
+def test_leave_one_out_is_the_u_statistic(group_size):
   """Lemma 1: the mean over all pairs of (s_i - s_j)(Z_i - Z_j) / 2."""
-  p, s, z = (x[0] for x in one_prompt)
+  p, s, z = (x[0] for x in ONE_PROMPT)
   first, second = np.array(list(itertools.combinations(range(group_size), 2))).T
   index = np.array(list(itertools.product(range(4), repeat=group_size)))
   scores = s[index]
@@ -36,11 +33,9 @@ def test_leave_one_out_is_the_u_statistic(group_size, one_prompt):
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 5])
-def test_errors_and_covariances_equal_enumeration(
-  group_size, one_prompt, all_groups
-):
-  estimates, (weight,) = all_groups(*one_prompt, group_size)
-  p, s, z = (x[0] for x in one_prompt)
+def test_errors_and_covariances_equal_enumeration(group_size):
+  estimates, (weight,) = all_groups(*ONE_PROMPT, group_size)
+  p, s, z = (x[0] for x in ONE_PROMPT)
   mse = jax.jit(lambda *x: u.mse(u.moments(*x), group_size))(p, s, z)
   covariance = jax.jit(u.covariance, static_argnums=3)(p, s, z, group_size)
   for name in u.Estimators._fields:
@@ -52,7 +47,7 @@ def test_errors_and_covariances_equal_enumeration(
     assert_allclose(getattr(covariance, name), expected, atol=1e-10)
 
 
-def test_single_sample_groups_are_refused(one_prompt):
-  moments = u.moments(*(jnp.asarray(x[0]) for x in one_prompt))
+def test_single_sample_groups_are_refused():
+  moments = u.moments(*(jnp.asarray(x[0]) for x in ONE_PROMPT))
   with pytest.raises(ValueError, match="at least 2, not 1"):
     u.mse(moments, 1)

@@ -76,7 +76,7 @@ def test_optimum_in_closed_form():
   """With a parameter per logit, pi* is exp(r / beta) and Z* constant."""
   problem = tabular.make_problem(0, 1, 3, 2, spread=0.0, beta=0.5)
   problem = problem._replace(rewards=np.array([[0.0, 1.0, 0.3]]))
-  theta = tabular.optimum(problem)
+  theta = tabular.optimum(problem, np.zeros(2))
   weights = np.exp(problem.rewards / 0.5)
   probabilities = tabular.population(problem, theta)[0]
   assert_allclose(probabilities, weights / weights.sum())
@@ -86,12 +86,12 @@ def test_optimum_in_closed_form():
   assert np.linalg.eigvalsh(noise.vanilla)[0] > 1e-4
 
 
-def test_optimum_refuses_several_maxima_and_flat_ones(bandit):
-  several = tabular.make_problem(9, 8, 4, 3, spread=0.5, beta=0.3)
-  flat = bandit._replace(features=bandit.features * [1.0, 0.0])
-  for problem in (several, flat):
-    with pytest.raises(ValueError, match="choose another problem"):
-      tabular.optimum(problem)
+def test_the_bandit_has_a_single_maximum():
+  known = suboptimality.bandit()
+  for start in np.random.default_rng(0).normal(scale=2.0, size=(19, 3)):
+    end = tabular.optimum(known.problem, start)
+    assert_allclose(end, known.optimum, atol=1e-4)
+  assert np.linalg.eigvalsh(known.curvature)[0] > 1e-4
 
 
 def assert_mean(values, expected, deviation):

@@ -282,9 +282,6 @@ algorithm.rollout_correction: {rollout_rs: seq_mean_k1,
   loss.correction=geometric_mask loss.correction_low=0.25
   loss.correction_high=2.0
 actor.use_kl_loss: true, actor.kl_loss_type: low_var_kl+ -> loss.kl=k2
-actor.use_kl_loss: true, actor.kl_loss_type: k3+ -> loss.kl=k2
-actor.use_kl_loss: true, actor.kl_loss_type: k1+ -> loss.kl=k2
-actor.use_kl_loss: true, actor.kl_loss_type: kl+ -> loss.kl=k2
 actor.use_kl_loss: true, actor.kl_loss_type: abs+ -> loss.kl=k2
 actor.use_kl_loss: true, actor.kl_loss_type: full,
   ref.fsdp_config.param_offload: true ->
@@ -422,59 +419,6 @@ def test_code_in_a_file_is_never_run(tmp_path):
   assert not ran.exists()
 
 
-SCRIPT = """
-from games import Wordle
-from trl import GRPOConfig, GRPOTrainer
-def multiply(a: int, b: int): ...
-class Game: ...
-def main():
-  def inner(): ...
-  GRPOTrainer(model="m", args=GRPOConfig(), %s)
-"""
-
-
-@pytest.mark.parametrize(
-  "arguments, path, tools, reward",
-  [
-    ("tools=[multiply]", "", ("theirs.py:multiply",), "math_answer"),
-    ("environment_factory=Wordle", "games:Wordle", (), "environment"),
-    (
-      "environment_factory=Game, tools=(multiply,)",
-      *("theirs.py:Game", ("theirs.py:multiply",), "environment"),
-    ),
-    ("tools=None", "", (), "math_answer"),
-    ("reward_funcs=multiply", "", (), "theirs.py:multiply"),
-  ],
-)
-def test_tools_of_scripts(
-  arguments, path, tools, reward, tmp_path, monkeypatch
-):
-  """A note tells if workers import the script."""
-  monkeypatch.chdir(tmp_path)
-  config, leaves, x = become(SCRIPT % arguments, pathlib.Path(), ".py")
-  from_config(config)
-  assert leaves["environment.path"] == path
-  assert leaves["environment.tools"] == tools
-  assert leaves["reward.functions"] == (reward,)
-  imported = any("__main__" in note.text for note in x.notes)
-  assert imported == ("theirs.py" in f"{path}{tools}{reward}")
-
-
-@pytest.mark.parametrize(
-  "keyword",
-  ["tools=[inner]", "tools=Wordle", "tools=[multiply, lambda a: a]"]
-  + ["tools=[Game]", "environment_factory=multiply", "rollout_func=multiply"]
-  + ["environment_factory=lambda: Game()", "environment_factory={'a': Game}"],
-)
-def test_expressions_of_a_script_become_notes(keyword, tmp_path):
-  _, leaves, translation = become(SCRIPT % keyword, tmp_path, ".py")
-  is_class = keyword.startswith("environment_factory")
-  assert leaves["environment.path"] == ("FILE.py:CLASS" if is_class else "")
-  assert not leaves["environment.tools"]
-  missing = {x.origin: x.text for x in translation.notes if x.missing}
-  assert "environment." in missing[keyword.partition("=")[0]]
-
-
 @pytest.mark.parametrize(
   "page, library",
   [("from-trl.md", trl.LIBRARY), ("from-verl.md", verl.LIBRARY)],
@@ -502,11 +446,21 @@ def test_invalid_configs_are_written_and_reported(tmp_path, capsys):
   assert out.is_file()
 
 
-def test_wrong_command_lines():
-  with pytest.raises(SystemExit, match="give FILE: a .yaml"):
-    translate.main([])
-  with pytest.raises(SystemExit, match="nowhere.yaml: No such file"):
-    translate.main(["nowhere.yaml"])
+@pytest.mark.parametrize(
+  "words, message",
+  [
+    ("", "give FILE: a .yaml"),
+    ("nowhere.yaml", "nowhere.yaml: No such file"),
+    ("theirs.py --out=theirs.py", "would overwrite"),
+    ("theirs_functions.py --out=theirs.py", "would overwrite"),
+  ],
+)
+def test_wrong_command_lines(words, message, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for name in ("theirs.py", "theirs_functions.py"):
+    pathlib.Path(name).touch()
+  with pytest.raises(SystemExit, match=message):
+    translate.main(words.split())
 
 
 def test_control_characters_are_escaped_on_the_terminal(tmp_path, capsys):
@@ -520,37 +474,95 @@ def test_control_characters_are_escaped_on_the_terminal(tmp_path, capsys):
 HEAD = """
 import argparse
 from datasets import Dataset, load_dataset
+from games import Wordle
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
 def score(completions, **kwargs): ...
+def multiply(a: int, b: int): ...
+class Game: ...
+def play():
+  def inner(): ...
 """
 CALL = "GRPOTrainer(model={}, reward_funcs=score, args=GRPOConfig(max_steps=9))"
-OPTIONS = """p = argparse.ArgumentParser()
-p.add_argument('-m', '--the-model', default='org/x')
-args = p.parse_args()"""
 MISSING = "give --config.model.path=MODEL"
+# Statements | arguments of GRPOTrainer -> settings, and ! for a note on tools.
+SCRIPTS = cases("""
+# An unknown model is not replaced by another.
+| model=load('org/x') -> model.path=?
+p = argparse.ArgumentParser(); p.add_argument('-m', '--the-model',
+  default='org/x'); args = p.parse_args() | model=args.the_model ->
+  model.path=org/x
+NAME: str = 'org/x' | model=NAME -> model.path=org/x
+m = AutoModelForCausalLM.from_pretrained('org/x') | model=m ->
+  model.path=org/x
+m, t = FastModel.from_pretrained(model_name='org/x') | model=m ->
+  model.path=org/x
+a = b; b = a | model=a -> model.path=?
+| model=PeftModel.from_pretrained(x, 'org/adapter') -> model.path=?
+| tools=[multiply] -> environment.tools=('theirs.py:multiply',)
+| environment_factory=Wordle ->
+  environment.path=games:Wordle reward.functions=('environment',)
+| environment_factory=Game, tools=(multiply,) ->
+  environment.path=theirs.py:Game environment.tools=('theirs.py:multiply',)
+| tools=None -> environment.tools=() reward.functions=('math_answer',)
+| reward_funcs=multiply -> reward.functions=('theirs.py:multiply',)
+| tools=[inner] -> environment.tools=() !
+| tools=Wordle -> environment.tools=() !
+| tools=[multiply, lambda a: a] -> environment.tools=() !
+| tools=[Game] -> environment.tools=() !
+| rollout_func=multiply -> environment.path= !
+| environment_factory=multiply -> environment.path=FILE.py:CLASS !
+| environment_factory=lambda: Game() -> environment.path=FILE.py:CLASS !
+| environment_factory={'a': Game} -> environment.path=FILE.py:CLASS !
+d = load_dataset('json', data_files='a.jsonl', split='train') |
+  train_dataset=d ->
+  data.name=jsonl data.path=a.jsonl data.options.test=0.05
+d = load_dataset('parquet', data_files={'train': 'p/*.parquet', 'val':
+  ['b.parquet']}) |
+  train_dataset=d.shuffle()['train'].map(f), eval_dataset=d['val'] ->
+  data.name=parquet data.path=p/*.parquet data.options.test=b.parquet
+d = load_dataset('org/set', 'main', split=['train', 'val[:9]']) |
+  train_dataset=d[0], eval_dataset=d[1] ->
+  data.name=huggingface data.path=org/set data.options.configuration=main
+  data.options.test_split=val
+d = load_dataset('org/set', split='fit').train_test_split(test_size=0.1) |
+  train_dataset=d['train'], eval_dataset=d['test'] ->
+  data.path=org/set data.options.test=0.1
+| train_dataset=Dataset.from_dict(x) -> data.path=FILE.jsonl
+# TRL has no column of answers: functions read any column.
+d = load_dataset('json', data_files='a.jsonl') |
+  train_dataset=d, reward_funcs=[score] -> data.options.answer=
+d = load_dataset('json', data_files=f()) | train_dataset=d ->
+  data.path=FILE.jsonl
+""")
 
 
-@pytest.mark.parametrize(
-  "text, model, path",
-  [
-    ("", "load('org/x')", MISSING),
-    (OPTIONS, "args.the_model", "org/x"),
-    ("NAME: str = 'org/x'", "NAME", "org/x"),
-    ("m = AutoModelForCausalLM.from_pretrained('org/x')", "m", "org/x"),
-    ("m, t = FastModel.from_pretrained(model_name='org/x')", "m", "org/x"),
-    ("a = b\nb = a", "a", MISSING),
-    ("", "PeftModel.from_pretrained(x, 'org/adapter')", MISSING),
-  ],
-)
-def test_models_of_scripts(text, model, path, tmp_path):
-  """An unknown model is not replaced by another."""
-  script = f"{HEAD}{text}\n{CALL.format(f'{model}, callbacks=[f()]')}"
-  _, leaves, translation = become(script, tmp_path, ".py")
-  assert leaves["model.path"] == path
-  flags = [x.flag for x in translation.notes if x.flag]
-  assert ("model.path=MODEL" in flags) == (path == MISSING)
+@pytest.mark.parametrize("code, expected", SCRIPTS)
+def test_scripts(code, expected, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  statements, arguments = code.split("| ")
+  arguments += ", args=GRPOConfig(max_steps=9), callbacks=[f()]"
+  arguments += "" if "model=" in arguments else ", model='m'"
+  text = f"{HEAD}{statements.strip()}\nGRPOTrainer({arguments})"
+  config, leaves, translation = become(text, pathlib.Path(), ".py")
+  check(leaves, re.sub(r"\S+=\?| !$", "", expected))
+  unknown_model = "model.path=?" in expected
+  assert (leaves["model.path"] == MISSING) == unknown_model
+  flags = [x.flag for x in translation.notes]
+  assert ("model.path=MODEL" in flags) == unknown_model
   assert translation.unneeded == ("callbacks",)
+  missing = {x.origin: x.text for x in translation.notes if x.missing}
+  tools = ("tools", "environment_factory", "rollout_func")
+  unread = [missing[name] for name in tools if name in missing]
+  assert bool(unread) == expected.endswith("!")
+  assert all("environment." in x for x in unread)
+  notes = "".join(x.text for x in translation.notes)
+  assert (".map()" in notes) == (".map" in code)
+  assert (".to_json" in notes) == (".map" in code or "from_dict" in code)
+  # Workers import the script.
+  assert ("__main__" in notes) == ("theirs.py" in f"{leaves}")
+  if not unknown_model:
+    from_config(config)
 
 
 def test_the_command_has_flags_for_missing_settings(tmp_path, capsys):
@@ -573,37 +585,6 @@ def test_the_command_has_flags_for_missing_settings(tmp_path, capsys):
   ]
   config = config_file.load_file(str(out), default_config)
   assert config.reward.functions == ("FILE.py:FUNCTION",)
-
-
-READ = "d = load_dataset({})\nGRPOTrainer(model='m', train_dataset={}, {})"
-# Arguments of load_dataset, of train_dataset and further ones.
-DATA_SETS = cases("""
-'json', data_files='a.jsonl', split='train' | d ->
-  name=jsonl path=a.jsonl options.test=0.05
-'parquet', data_files={'train': 'p/*.parquet', 'val': ['b.parquet']} |
-  d.shuffle()['train'].map(f) | eval_dataset=d['val'] ->
-  name=parquet path=p/*.parquet options.test=b.parquet
-'org/set', 'main', split=['train', 'val[:9]'] | d[0] | eval_dataset=d[1] ->
-  name=huggingface path=org/set options.configuration=main
-  options.test_split=val
-'org/set', split='fit').train_test_split(test_size=0.1 | d['train'] |
-  eval_dataset=d['test'] -> path=org/set options.test=0.1
-f() | Dataset.from_dict(x) -> path=FILE.jsonl
-# TRL has no column of answers: functions read any column.
-'json', data_files='a.jsonl' | d | reward_funcs=[score] -> options.answer=
-'json', data_files=f() | d -> path=FILE.jsonl
-""")
-
-
-@pytest.mark.parametrize("code, expected", DATA_SETS)
-def test_data_of_scripts(code, expected, tmp_path):
-  data, train, *more = code.split(" | ")
-  text = HEAD + READ.format(data, train, *more or [""])
-  _, leaves, translation = become(text, tmp_path, ".py")
-  check(leaves, " ".join(f"data.{word}" for word in expected.split()))
-  notes = "".join(x.text for x in translation.notes if x.missing)
-  assert (".map()" in notes) == (".map" in train)
-  assert (".to_json" in notes) == (".map" in train or "from_dict" in train)
 
 
 def test_the_yaml_of_a_trl_parser(tmp_path):
@@ -696,14 +677,6 @@ def test_values_that_change_become_notes(text, name, tmp_path, capsys):
   output = capsys.readouterr().out
   assert f"- {name} may change the run" in output
   assert f"--config='{tmp_path}/with blank.py'" in output
-
-
-@pytest.mark.parametrize("name", ["theirs.py", "theirs_functions.py"])
-def test_the_file_itself_is_not_overwritten(name, tmp_path):
-  file = tmp_path / name
-  file.write_text(HEAD + FUNCTIONS + CALL.format("'m'"))
-  with pytest.raises(SystemExit, match="would overwrite"):
-    translate.main([str(file), f"--out={tmp_path}/theirs.py"])
 
 
 SCHEDULER = "lr_scheduler_type: cosine_with_min_lr"

@@ -109,7 +109,7 @@ def draw(
   priority = bind(PRIORITIES[difficulty.priority], **options)
 
   def choose():
-    drawn = prompt_sampling.draw(
+    indices, weights = prompt_sampling.draw(
       priority(*success_rates.posterior(rates)),
       _strata(examples),
       np.random.default_rng(seed),
@@ -117,7 +117,7 @@ def draw(
       uniform=difficulty.uniform,
       most=difficulty.rows,
     )
-    return drawn.indices.tolist(), drawn.weights.tolist()
+    return indices.tolist(), weights.tolist()
 
   # Process 0 draws, because the last bits of logarithms may differ between
   # hosts, and with them the drawn prompts.

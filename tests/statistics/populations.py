@@ -3,12 +3,11 @@
 import itertools
 
 import numpy as np
-import pytest
 
 from grpojax.statistics.u_statistics import Estimators
 
 
-def draw_population(seed, prompts, completions, dims):
+def population(seed, prompts, completions, dims):
   """Draws probabilities, scores and rewards; prompts share parameters."""
   rng = np.random.default_rng(seed)
   shape = prompts, completions
@@ -19,7 +18,7 @@ def draw_population(seed, prompts, completions, dims):
   return p, scores, rng.normal(size=shape)
 
 
-def estimates_of_all_groups(p, s, z, g):
+def all_groups(p, s, z, g):
   """Lists each estimator's gradients [X, groups, d] and chances [X, groups].
 
   Groups are all sequences of g completions.
@@ -37,13 +36,3 @@ def estimates_of_all_groups(p, s, z, g):
     np.einsum("xng,xngd->xnd", rewards - x, s[:, group]) / g for x in baselines
   ]
   return Estimators(*estimates), p[:, group].prod(-1)
-
-
-@pytest.fixture
-def population():
-  return draw_population
-
-
-@pytest.fixture
-def all_groups():
-  return estimates_of_all_groups
