@@ -76,8 +76,10 @@ def as_stored(case, *keys_values):
 
 
 def in_cache(case, slots):
-  wide = [side_by_side(x, case.heads) for x in slots[:2]]
-  return Slots(*wide, *slots[2:])
+  keys, values = (
+    side_by_side(x, case.heads) for x in (slots.keys, slots.values)
+  )
+  return slots.replace(keys=keys, values=values)
 
 
 def with_nan(case, first, x):
@@ -95,9 +97,8 @@ def with_nan(case, first, x):
 def expected_of(case, q, new, slots, first, row):
   """Computes a row's outputs and log-sum-exps in float64."""
   float64 = lambda x: np.asarray(x, np.float64)
-  keys, values, *scales = (
-    None if x is None else float64(x[1][row]) for x in slots
-  )
+  arrays = jax.tree.leaves(slots)
+  keys, values, *scales = (float64(x[1][row]) for x in arrays)
   if case.in_8_bits:
     keys, values = keys * scales[0][..., None], values * scales[1][..., None]
   visible = slice(first[row], case.positions[row])
