@@ -268,7 +268,8 @@ def attend(
   logits = int(wide.size // width * capacity * share)
   out, lse, caches = pl.pallas_call(
     functools.partial(_kernel, step),
-    out_shape=[wide, lse, caches],
+    # XLA could move a small cache to VMEM and back for each call.
+    out_shape=[wide, lse, [pltpu.HBM(x.shape, x.dtype) for x in caches]],
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(scalars),
       grid=grid,

@@ -129,6 +129,14 @@ def test_int8_weights_are_gathered_and_read_in_int8(rollouts):
     if {s.elements, s.elements // LAYERS} & sizes
   }
   assert "s8" in dtypes and "bf16" not in dtypes
+  # Small scales, too, stay in HBM: VMEM would be filled for each layer.
+  (kernel,) = (
+    i
+    for i in instructions.values()
+    if i.opcode == "custom-call" and "decode_attention" in i.op_name
+  )
+  caches = [s.memory_space for s in kernel.shapes if s.dims[0] == LAYERS]
+  assert caches == [0] * 4  # keys, values, and their scales
 
 
 @slow
