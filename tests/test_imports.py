@@ -7,6 +7,7 @@ aot <- benchmarks
 """
 
 import ast
+import pathlib
 import sys
 
 import pytest
