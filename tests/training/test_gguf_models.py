@@ -13,6 +13,7 @@ from grpojax import sft
 from grpojax.aot import programs
 from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import gguf_file
+from grpojax.runtime.cli.settings import to_config
 from grpojax.runtime.files import gguf_directory
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
@@ -405,7 +406,7 @@ def test_programs_accept_gguf_files(tmp_path, file, settings_with):
   assert not any(name.endswith(".gguf") for name in names)
   (out / hf.GGUF).write_text("beside safetensors, not read")
   same(hf.load_params(out), params)
-  config = sft.default_config()
+  config = to_config(sft.SETTINGS)
   config.model.path, config.rows = str(file), 1
   config.format = "dialogue"
   settings = settings_with(model__path=str(file))

@@ -11,6 +11,7 @@ import pytest
 from grpojax import chat, evaluate, export, sft
 from grpojax.aot import programs
 from grpojax.models import huggingface as hf
+from grpojax.runtime.cli.settings import to_config
 from grpojax.training.files.sources import files_of
 from grpojax.training.run import setup
 from grpojax.training.step import scoring
@@ -75,7 +76,7 @@ def test_an_exported_model_lacks_ignored_keys(models, tmp_path):
 
 
 def test_fine_tuning_ignores_keys(models, tmp_path):
-  config = sft.default_config()
+  config = to_config(sft.SETTINGS)
   config.model.path = str(models.noted)
   with pytest.raises(ValueError, match=NAMED):
     sft.start(config, tmp_path)

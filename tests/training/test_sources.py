@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from grpojax import sft
 from grpojax.aot import programs
+from grpojax.runtime.cli.settings import to_config
 from grpojax.training import config as config_module
 from grpojax.training import policies
 from grpojax.training.files import sources
@@ -103,7 +104,7 @@ def texts(served):
 
 @pytest.mark.slow
 def test_other_programs_accept_hub_names(served, model, tmp_path):
-  config = sft.default_config()
+  config = to_config(sft.SETTINGS)
   config.model.path = ID
   config.rows = 1
   (tmp_path / "source").mkdir()
