@@ -124,6 +124,7 @@ def test_the_batch_shrinks_to_unfinished_rows(tabular, monkeypatch):
   table = lm.init(jax.random.key(5))
   counted = watched(lm)
   sample = lambda lm: run(lm, table, budgets=budgets)
+  monkeypatch.setattr(compaction, "TOKENS", 16)  # three halvings of 50 tokens
   out, rows = counted(sample)
   # 7 rows of 15 are unfinished after the first token, 3 after token 20, and 1
   # after token 40; batches have 15, 8, 4 or 2 rows.
@@ -133,7 +134,7 @@ def test_the_batch_shrinks_to_unfinished_rows(tabular, monkeypatch):
   assert_same(whole, out)
   assert rows == [15] * 49
   # No loop runs once all rows are done, and short rollouts do not shrink.
-  monkeypatch.setattr(compaction, "LEAST_TOKENS", 50)
+  monkeypatch.setattr(compaction, "TOKENS", 50)
   few = jnp.minimum(budgets, 5)
   _, rows = counted(lambda lm: run(lm, table, budgets=few))
   assert rows == [15] * 4

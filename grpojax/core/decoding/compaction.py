@@ -25,9 +25,9 @@ from grpojax.core.decoding import (
 from grpojax.core.meshes import sample_cuts
 from grpojax.core.types import Cache
 
-LENGTHS = 4  # of the cache, each compiled
-LEAST_TOKENS = 48  # of a rollout whose batch shrinks
-HALVINGS = 3
+LENGTHS = 4  # maximum lengths of the cache, each compiled
+HALVINGS = 3  # maximum halvings of the batch
+TOKENS = 32  # of a rollout for each length and halving, to compile few shapes
 
 
 def shapes(rows: int, tokens: int, shrinks: bool) -> list[tuple[int, int]]:
@@ -35,12 +35,12 @@ def shapes(rows: int, tokens: int, shrinks: bool) -> list[tuple[int, int]]:
 
   The cache grows to `tokens` slots in about equal steps of multiples of 16.
   """
-  count = min(LENGTHS, max(tokens // 16, 1))
+  worth = tokens // TOKENS
+  count = min(LENGTHS, max(worth, 1))
   steps = {round(tokens * i / count / 16) * 16 for i in range(1, count)}
   growing = [(rows, slots) for slots in [*sorted(steps), tokens]]
-  if not shrinks or tokens < LEAST_TOKENS:
-    return growing
-  sizes = {-(-rows // 2**i) for i in range(1, HALVINGS + 1)} - {rows}
+  halvings = min(HALVINGS, worth) if shrinks else 0
+  sizes = {-(-rows // 2**i) for i in range(1, halvings + 1)} - {rows}
   return growing + [(n, tokens) for n in sorted(sizes, reverse=True)]
 
 
