@@ -31,7 +31,7 @@ SHAPE = dict(vocab_size=11, width=16, heads=4, kv_heads=2, head_dim=4, mlp=24)
 @pytest.fixture(autouse=True)
 def short_rollouts(monkeypatch):
   """Shrinks the batch of short rollouts, too."""
-  monkeypatch.setattr(compaction, "LEAST_TOKENS", 16)
+  monkeypatch.setattr(compaction, "TOKENS", 5)
 
 
 def model(name):
@@ -124,7 +124,6 @@ def test_the_batch_shrinks_to_unfinished_rows(tabular, monkeypatch):
   table = lm.init(jax.random.key(5))
   counted = watched(lm)
   sample = lambda lm: run(lm, table, budgets=budgets)
-  monkeypatch.setattr(compaction, "TOKENS", 16)  # three halvings of 50 tokens
   out, rows = counted(sample)
   # 7 rows of 15 are unfinished after the first token, 3 after token 20, and 1
   # after token 40; batches have 15, 8, 4 or 2 rows.
