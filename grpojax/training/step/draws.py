@@ -30,7 +30,7 @@ Examples = list[dict[str, Any]]
 
 
 class Timer:
-  """Stopwatch that sums the time of named intervals in `seconds`."""
+  """Stopwatch; `seconds` are the sums of named intervals."""
 
   def __init__(self):
     self.seconds: dict[str, float] = {}
@@ -55,12 +55,12 @@ class Draw(NamedTuple):
 class Drawing(NamedTuple):
   """A draw in progress."""
 
-  started: PyTree  # arrays that the devices compute
+  started: PyTree  # arrays in computation
   collect: Callable[[], Draw]  # waits for completions and rewards
 
 
 class Source(NamedTuple):
-  """What draws from one model with one group size have in common."""
+  """A model with its sampler and rewards, from which groups are drawn."""
 
   policy: policies.Policy
   sampler: sampling.Sampler

@@ -64,7 +64,7 @@ class Context(NamedTuple):
 
 
 class Extension(NamedTuple):
-  """Functions that a step calls, None if not needed."""
+  """Functions called by each step; None if not needed."""
 
   # `() -> first value` of `TrainState.extras[NAME]`
   init: Callable[[], Any] | None = None
@@ -72,14 +72,14 @@ class Extension(NamedTuple):
   choose: Callable[[TrainState, int], tuple[Prompts, Examples]] | None = None
   # `(state, drawn, context) -> drawn`
   after_draw: Callable[[TrainState, Drawn, Context], Drawn] | None = None
-  # `(state, drawn, metrics) -> state`; nothing was drawn with reward.on_device
+  # `(state, drawn, metrics) -> state`; `drawn` is None with reward.on_device
   after_update: (
     Callable[[TrainState, Drawn | None, Mapping[str, Any]], TrainState] | None
   ) = None
 
 
 def with_metrics(drawn: Drawn, metrics: Mapping[str, Any]) -> Drawn:
-  """Adds metrics to those of a step's completions."""
+  """Adds metrics of a step's completions."""
   return drawn._replace(metrics={**drawn.metrics, **metrics})
 
 

@@ -1,8 +1,8 @@
 """Extensions of a training step: each in a file of its own, absent when off.
 
 An extension is to a step what a transformation of optax is to a gradient: a
-few functions (`extension.Extension`) that each step calls, in this order. A
-new one is a file and a row here.
+few functions (`extension.Extension`), called by each step in this order. To add
+an extension, write a file and a row here.
 """
 
 from grpojax.training.step.extension import Extension, Inputs
@@ -27,6 +27,6 @@ EXTENSIONS = {
 
 
 def open_extensions(inputs: Inputs) -> dict[str, Extension]:
-  """Returns the extensions that a run uses."""
+  """Opens the extensions of a run, by name."""
   opened = {name: function(inputs) for name, function in EXTENSIONS.items()}
   return {name: x for name, x in opened.items() if x is not None}

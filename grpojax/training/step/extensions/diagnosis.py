@@ -6,7 +6,7 @@ lengths, so its best group size differs.) Rewards are the weighted sum of all
 functions, whatever `reward.aggregation` is. The diagnosis ignores
 
 - later updates of the step, which are off-policy;
-- weights that correct for a sampler that differs from the policy
+- weights that correct for a sampler unlike the policy
   (`core.losses.rollout_correction`). A weight w scales a score by w, and
   truncated weights give scores a nonzero mean: see the metrics `is_weight*` and
   `rollout_effective_samples`.
@@ -105,7 +105,7 @@ def make_diagnose(
     row = diagnostics.metrics(diagnosis)
     advantage = advantage_fn(settings.loss)
     weights = sample_weights(advantage, rollout)
-    # The error estimate needs one baseline per group, not one per token.
+    # The error estimate needs a baseline per group, not per token.
     within = settings.loss.advantage in WITHIN_GROUPS
     if weights and within and "token_score_sq" not in weights:
       errors = advantage_errors.advantage_errors(

@@ -56,7 +56,7 @@ def varying_groups(
   right: Float[np.ndarray, "B G"],
 ) -> Bool[np.ndarray, "B"]:
   """Returns True for groups in which the metric of filter_groups varies."""
-  # [K, B, G] of K functions, or of their sum (K = 1); one of the K must vary.
+  # [K, B, G] of K functions, or of their sum (K = 1); any of the K may vary.
   if settings.filter_groups.metric == "acc":
     values = right[None]
   elif batch_lib.aggregation(settings.reward) is None:

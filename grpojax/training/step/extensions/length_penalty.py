@@ -1,11 +1,11 @@
-"""Penalty on the length of completions, larger for prompts that are solved.
+"""Penalty on the length of completions, larger for solved prompts.
 
-Following ALP (arXiv 2506.05256), each reward becomes
+ALP (arXiv 2506.05256) subtracts from the reward of each completion
 
-    reward - reward.length_penalty * (tokens / max_new_tokens) * max(p, 1 / G),
+    reward.length_penalty * (tokens / max_new_tokens) * max(p, 1 / G),
 
-where p is the share of the group's completions that are correct. So completions
-get shorter where the model answers well, and hardly where it still fails.
+with p the share of correct completions in its group. Completions get shorter if
+the model answers well, and keep their length for unsolved prompts.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reference policy that follows the policy (TR-DPO, arXiv 2404.09656).
+"""Reference policy: follows the policy (TR-DPO, arXiv 2404.09656).
 
 It is part of the state and its checkpoints. Every `model.reference_every` steps
 its parameters become
@@ -41,7 +41,7 @@ def params(inputs: Inputs, state: TrainState) -> Params | None:
 
 
 def extension(inputs: Inputs) -> Extension | None:
-  """Updates a moving reference when it is due; None for a fixed one."""
+  """Updates a moving reference when it is due; None if it is fixed."""
   settings = inputs.settings
   if not follows_policy(settings):
     return None
