@@ -5,7 +5,7 @@ slot and predicts the row's next token. Token t of a sample is drawn from the
 sample's own key and t alone, so neither the other rows nor the shape of the
 loop change a sample. `read_last` and `append` are the two halves of a pass:
 
-    rollout    `token_loop`, in shrinking batches on CPUs (`compaction`)
+    rollout    `token_loop`, without kernels in shrinking batches (`compaction`)
     turns      `environment.advance` in the loop, or chunks of the loop with
                answers of the host in between (`chunks`)
 """
@@ -323,7 +323,8 @@ def token_loop(
   """Draws at most `tokens` tokens of each unfinished row.
 
   The loop ends if `goes_on(samples)`, asked every `between_checks` tokens, is
-  False.
+  False. `tokens` is rounded up to a multiple of `between_checks`; no row gets
+  more than its limit.
   """
 
   def token(_, state):

@@ -1,8 +1,9 @@
 """Decodes in batches that shrink as samples finish, where no kernel serves.
 
 XLA computes whole arrays, so finished rows and empty slots of the cache cost as
-much as others. On CPUs the token loop therefore runs in a sequence of shapes:
-first the cache grows, then the batch shrinks to its unfinished rows.
+much as others. Without a kernel that reads live slots only, as on CPUs, the
+token loop therefore runs in a sequence of shapes: first the cache grows, then
+the batch shrinks to its unfinished rows.
 
     rows    all  all  all  a half  a quarter  an eighth
     slots   16   32   48   48      48         48

@@ -71,8 +71,12 @@ def _reward_needs(s: TrainSettings) -> Needs:
     yield {"difficulty.priority": DIFFICULTY_OFF}, why
     yield {"reward.length_penalty": 0}, why
   if s.reward.length_penalty:
-    why = "it changes the sum of the rewards: reward.length_penalty = 0"
+    why = "a length penalty changes the sum of the rewards: "
+    why += "reward.length_penalty = 0"
     yield _ONE_SUM | {"environment.credit": "trajectory"}, why
+    why = "a length penalty gives groups of equal rewards a gradient: "
+    why += "reward.length_penalty = 0"
+    yield {"filter_groups.enable": False}, why
   if s.loss.needs_reference and s.loss.kl_placement == "reward":
     why = "a KL penalty in the reward needs unnormalised rewards, and gives "
     why += "groups of equal rewards a gradient: loss.kl_placement = 'ratio'"
@@ -116,6 +120,9 @@ def _sampling_needs(s: TrainSettings) -> Needs:
     zero = ("loss.advantage_clip", "loss.off_policy_threshold")
     yield dict.fromkeys((*zero, "sampling.ahead"), 0), why
     yield _ONE_SUM | {"loss.top_entropy_quantile": 1}, why
+    why = "group_size = 'auto' needs rewards that depend on one completion, as "
+    why += "in the diagnosis: a number for group_size"
+    yield {"reward.length_penalty": 0}, why
 
 
 Rows = Iterator[tuple[str, str]]

@@ -10,8 +10,9 @@ are written to samples.jsonl, one row per completion:
     turns             only in trajectories, for each turn: "by" (model or
                       environment), "text", number of "tokens", and "reward"
     answer            reference answer of the example, or null
-    reward            weighted sum of the functions' rewards, or null. The
-                      advantage may use another number: see reward.aggregation,
+    reward            weighted sum of the functions' rewards, minus the
+                      reward.length_penalty if any, or null. The advantage may
+                      use another number: see reward.aggregation,
                       loss.kl_placement and loss.truncated
     rewards           reward, or null, of each function by name
     advantage         value in the loss; 0 if the completion is not used

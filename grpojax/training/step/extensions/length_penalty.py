@@ -4,8 +4,11 @@ ALP (arXiv 2506.05256) subtracts from the reward of each completion
 
     reward.length_penalty * (tokens / max_new_tokens) * max(p, 1 / G),
 
-with p the share of correct completions in its group. Completions get shorter if
-the model answers well, and keep their length for unsolved prompts.
+with p the share of correct completions in its group; tokens include those of an
+environment. Completions get shorter if the model answers well, and keep their
+length for unsolved prompts. Groups of equal rewards may differ after the
+penalty, so they cannot be replaced (`conflicts`). The diagnosis uses the
+rewards before the penalty.
 """
 
 from typing import Any
@@ -33,7 +36,7 @@ def penalties(
 ) -> Float[np.ndarray, "B G"]:
   """Returns penalties for a coefficient of 1.
 
-  `shares` are the lengths as shares of the limit, `correct` [B, G] is True for
+  `shares` are lengths divided by `max_new_tokens`; `correct` [B, G] is True for
   correct completions.
   """
   solved = np.mean(correct, axis=-1, keepdims=True)
@@ -55,8 +58,10 @@ def extension(inputs: Inputs) -> Extension | None:
     shares = tokens / settings.sampling.max_new_tokens
     penalty = coefficient * penalties(shares, right >= CORRECT)
     new = rewards.rewards - penalty.astype(rewards.rewards.dtype)
-    batch = drawn.batch._replace(rewards=rewards._replace(rewards=new))
+    rewards = rewards._replace(rewards=new)
+    batch = drawn.batch._replace(rewards=rewards)
     mean = {"length_penalty_mean": float(np.mean(penalty))}
-    return with_metrics(drawn._replace(batch=batch), mean)
+    # All drawn groups are in the batch, so all metrics are of the same rewards.
+    return with_metrics(drawn._replace(batch=batch, rewards=rewards), mean)
 
   return Extension(after_draw=after_draw)
