@@ -8,6 +8,7 @@ B rows, or a dictionary of arrays.
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import typing
 from collections.abc import Callable, Sequence
@@ -26,8 +27,12 @@ Record = TypeVar("Record")
 @functools.cache
 def _dimensions(kind: type) -> dict[str, list[str]]:
   """Returns the names of the dimensions of each field; [] if not annotated."""
+  annotations = typing.get_type_hints(kind)
+  if not annotations:  # `typing.no_type_check`
+    for base in reversed(kind.__mro__):
+      annotations |= inspect.get_annotations(base)
   dimensions = {}
-  for name, annotation in kind.__annotations__.items():
+  for name, annotation in annotations.items():
     kinds = annotation, *typing.get_args(annotation)
     texts = (getattr(x, "dim_str", "") for x in kinds)
     dimensions[name] = next(filter(None, texts), "").split()
@@ -37,20 +42,23 @@ def _dimensions(kind: type) -> dict[str, list[str]]:
 def _map(function: Callable[..., Any], *records: Record) -> Record:
   """Maps `function(dimensions, *values)` over arrays and lists of records."""
   first, *_ = records
-  is_row_list = lambda x: isinstance(x, list)
   mapped = {}
   for name, dimensions in _dimensions(type(first)).items():
     values = [getattr(record, name) for record in records]
-    of_field = functools.partial(function, dimensions)
-    if isinstance(values[0], dict):  # `jax.tree.map` would sort the names
-      mapped[name] = {
-        key: of_field(*(x[key] for x in values)) for key in values[0]
-      }
-    else:
-      mapped[name] = jax.tree.map(of_field, *values, is_leaf=is_row_list)
+    mapped[name] = _map_field(functools.partial(function, dimensions), *values)
   if dataclasses.is_dataclass(first):
     return dataclasses.replace(first, **mapped)
   return first._replace(**mapped)
+
+
+def _map_field(function: Callable[..., Any], *values: Any) -> Any:
+  """Maps a function over the arrays and lists of a field of some records."""
+  if isinstance(values[0], dict):  # `jax.tree.map` would sort the names
+    return {
+      key: _map_field(function, *(x[key] for x in values)) for key in values[0]
+    }
+  is_row_list = lambda x: isinstance(x, list)
+  return jax.tree.map(function, *values, is_leaf=is_row_list)
 
 
 def map_rows(function: Callable[..., Any], record: Record) -> Record:
