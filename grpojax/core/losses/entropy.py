@@ -54,7 +54,8 @@ def coefficient(
   if control is None:
     raise ValueError(
       "entropy_target needs the adaptive coefficient in the state: use "
-      "state.replace(extras={'entropy': entropy.init_control(objective)})"
+      "state.replace(extras={'entropy': init_control(objective)}), with "
+      "init_control of grpojax.core.losses.entropy"
     )
   return jnp.where(control.entropy <= target, control.coefficient, 0.0)
 
