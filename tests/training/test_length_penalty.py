@@ -5,11 +5,13 @@ import types
 import numpy as np
 import pytest
 
+from grpojax.core.types import TrainState
 from grpojax.rewards.groups import GroupRewards
 from grpojax.runtime.files import records
 from grpojax.training.step.draws import Draw
-from grpojax.training.step.extension import Drawn
+from grpojax.training.step.extension import Context, Drawn, Inputs
 from grpojax.training.step.extensions import length_penalty
+from grpojax.training.step.scoring import RewardPool
 
 
 def test_penalties_follow_length_and_solve_rate():
@@ -23,22 +25,24 @@ def test_penalties_follow_length_and_solve_rate():
 def test_all_rewards_of_a_draw_have_the_penalty(settings_with, samples_of):
   """Also those of the metrics by data set and of rewards.jsonl."""
   right = np.array([[1, 0.9, np.nan], [0, 0, 0]])
-  given = np.float32([[1, np.nan, 0.5], [0, 0, 2]])
+  rewarded = np.float32([[1, np.nan, 0.5], [0, 0, 2]])
   lengths = np.array([[1, 4, 2], [3, 0, 4]])
   settings = settings_with(
     reward__length_penalty=0.3, sampling__max_new_tokens=4
   )
-  judges = types.SimpleNamespace(names=["judge"])
-  pool = types.SimpleNamespace(judges={}, pool=judges)
-  inputs = types.SimpleNamespace(settings=settings, reward_pool=pool)
-  rewards = GroupRewards(given, {"judge": right}, np.isnan(given), [[[]] * 3])
+  pool = RewardPool(types.SimpleNamespace(names=["judge"]))
+  inputs = Inputs(settings, None, None, None, None, reward_pool=pool)
+  rewards = GroupRewards(
+    rewarded, {"judge": right}, np.isnan(rewarded), [[[]] * 3]
+  )
   samples = samples_of(np.arange(4) < lengths[..., None])
   draw = Draw(samples, rewards, [{}, {}])
   drawn = Drawn(draw, rewards, draw.examples, None)
   extension = length_penalty.extension(inputs)
-  new = extension.after_draw(None, drawn, None)
+  state = TrainState(*[None] * 6)
+  new = extension.after_draw(state, drawn, Context(*[None] * 5))
   # One of three is right in the first group; in the second 0, counted as 1 / 3.
-  expected = given - 0.3 * lengths / 4 / 3
+  expected = rewarded - 0.3 * lengths / 4 / 3
   for actual in (new.batch.rewards.rewards, new.rewards.rewards):
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
   mean = pytest.approx(0.3 * lengths.mean() / 4 / 3)
