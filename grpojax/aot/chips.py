@@ -95,3 +95,8 @@ def device(chip: Chip) -> Chip:
     link_bandwidth=chip.link_bandwidth / n,
     devices=1,
   )
+
+
+def pool_bytes(chip: Chip) -> int:
+  """Returns the memory that JAX takes by default of an XLA device of a chip."""
+  return int(chip.pool * device(chip).hbm_bytes)

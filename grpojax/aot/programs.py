@@ -109,7 +109,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   policy = _policy(settings, hf_config, platform)
   model = hf.to_transformer_config(hf_config)
   chip = chips.of_kind(mesh.devices.flat[0].device_kind)
-  limit = chip and int(chip.pool * chips.device(chip).hbm_bytes)
+  limit = chip and chips.pool_bytes(chip)
   settings = memory.with_logits_chunk(settings, model, limit)
   # Device rewards and stop strings need the tokenizer.
   if settings.reward.on_device or settings.sampling.stop:

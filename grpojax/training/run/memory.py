@@ -157,8 +157,10 @@ def with_logits_chunk(
   most a tenth of it, as each chunk reads and writes the head's gradient.
   """
   optim = settings.optim
-  chunk = optim.update.chunk_size or logprobs.CHUNK
-  if limit is not None and not optim.update.chunk_size:
+  if optim.update.chunk_size:
+    return settings
+  chunk = logprobs.CHUNK
+  if limit is not None:
     most = limit // (10 * 3 * 4 * model.vocab_size)
     chunk = 2 ** (max(most, 1).bit_length() - 1)
   update = dataclasses.replace(optim.update, chunk_size=chunk)

@@ -125,9 +125,9 @@ def read_inputs(
   )
   settings = splits.with_prompt_length(settings, train, held_out)
   device = jax.local_devices()[0]
-  own = None if device.platform == "cpu" else memory.device_bytes(device)
+  known = None if device.platform == "cpu" else memory.device_bytes(device)
   # All processes take the first one's limit, to compile the same program.
-  limit = distributed.on_main(lambda: own)
+  limit = distributed.on_main(lambda: known)
   settings = memory.with_logits_chunk(settings, policy.shape, limit)
   teacher = policy.teacher.shape if policy.teacher else None
   memory.refuse(memory.training(settings, policy.shape, mesh, teacher))
