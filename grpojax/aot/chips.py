@@ -98,5 +98,5 @@ def device(chip: Chip) -> Chip:
 
 
 def pool_bytes(chip: Chip) -> int:
-  """Returns the memory that JAX takes by default of an XLA device of a chip."""
+  """Returns the bytes that JAX allocates by default per XLA device."""
   return int(chip.pool * device(chip).hbm_bytes)

@@ -123,7 +123,7 @@ def remaining_steps(
     prompts, examples = upcoming or stream.take(number, parts)
     ahead = settings.sampling.ahead and number < settings.steps
     upcoming = stream.take(number + 1, parts) if ahead else None
-    # Step 1 compiles enough, so the first diagnosis is that of step 2.
+    # Step 1 compiles all other programs, so the first diagnosis is at step 2.
     diagnosed = every > 0 and number > 1 and (number - 2) % every == 0
     if settings.sampling.ahead and not ahead:
       diagnosed = False  # the last step samples nothing ahead
