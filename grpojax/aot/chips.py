@@ -83,3 +83,8 @@ def of_kind(kind: str) -> Chip | None:
   if not names or "PCIe" in kind or "NVL" in kind:  # variants with other rates
     return None
   return CHIPS[KINDS[max(names, key=len)]]
+
+
+def pool_bytes(chip: Chip) -> int:
+  """Returns the bytes that JAX allocates by default per XLA device."""
+  return int(chip.pool * chip.hbm_bytes)

@@ -109,7 +109,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   hf_config = read_model(sources.policy_path(settings), ignore_keys)
   policy = _policy(settings, hf_config, mesh)
   chip = chips.of_kind(mesh.devices.flat[0].device_kind)
-  limit = chip and int(chip.pool * chip.hbm_bytes)
+  limit = chip and chips.pool_bytes(chip)
   chunk = memory.logits_chunk(policy.shape, limit)
   settings = completed(settings, Facts(logits_chunk=chunk))
   # Device rewards and stop strings need the tokenizer.

@@ -188,14 +188,13 @@ def report(run: programs.Run, machine: Machine) -> dict[str, Any]:
   fits = all(part["fits"] for part in entries.values())
   mesh = dict(run.mesh.shape)
   sampling_tensor = run.settings.mesh.sampling_tensor or mesh["tensor"]
-  memory = machine.chip.hbm_bytes
   result = {
     "fits": fits,
     "topology": machine.name,
     "logits_chunk": run.settings.optim.update.chunk_size,
     "mesh": mesh | {"sampling_tensor": sampling_tensor},
-    "device_memory_bytes": memory,
-    "pool_bytes": int(machine.chip.pool * memory),
+    "device_memory_bytes": machine.chip.hbm_bytes,
+    "pool_bytes": chips.pool_bytes(machine.chip),
     "warning": topology.libtpu_warning(machine.name),
     "parts": entries,
     "step_seconds": seconds if fits else None,

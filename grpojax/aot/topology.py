@@ -131,7 +131,7 @@ def _slices(name: str) -> dict[str, Any]:
 
 
 def libtpu_warning(name: str) -> str:
-  """Returns a warning if JAX pins another libtpu; "" for CPUs and GPUs."""
+  """Warns if the installed libtpu is not the one JAX pins; "" if it is."""
   if name.startswith(("cpu", *_GPUS)):
     return ""
   version = metadata.version("libtpu")

@@ -278,7 +278,7 @@ def logprobs_and_load(
   load_weights: tuple[Array, Array] | None = None,
   *,
   sampling: Sampling = Sampling(),
-  chunk_size: int = CHUNK,
+  chunk_size: int = 0,
   positions: Int[Array, "n G S"] | None = None,
   segments: Int[Array, "n G S"] | None = None,
   entropy_gradient: bool = False,
@@ -317,7 +317,13 @@ def logprobs_and_load(
       reference = reference._replace(hidden=ref_hidden)
   # Head: `kl` is empty without a reference.
   logprobs, entropy, *kl = _in_chunks(
-    *(lm, params, hidden, ids, reference, sampling),
-    *(chunk_size or CHUNK, entropy_gradient),
+    lm,
+    params,
+    hidden,
+    ids,
+    reference,
+    sampling,
+    chunk_size or CHUNK,
+    entropy_gradient,
   )
   return TokenLogprobs(logprobs, entropy, load, *kl or [None], hidden=hidden)

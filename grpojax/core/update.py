@@ -55,7 +55,8 @@ class UpdateOptions:
   )
   chunk_size: int = option(
     0,
-    "tokens with logits at a time; 0 = by an accelerator's memory, else 256",
+    "tokens whose logits exist at once; 0 = set by a GPU's or TPU's memory, "
+    "256 on CPUs",
     within="[0, 2**31)",
   )
 

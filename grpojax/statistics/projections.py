@@ -35,7 +35,7 @@ def score_projections(
   split: Callable[[Params], tuple[Any, Callable[[Any], Params]]] | None = None,
   vectorized: bool = True,
   sampling: Sampling = Sampling(),
-  chunk_size: int = 256,
+  chunk_size: int = 0,
 ) -> Float[Array, "V B G"]:
   """Computes directional derivatives of sequence log-probabilities, in nats.
 
@@ -43,8 +43,8 @@ def score_projections(
   directions and a rollout without padding rows. Costs about 1 + 2 V forward
   passes, and memory for V copies of the trained parameters.
 
-  The batch is split into `micro_batches` parts, a divisor of B; logits exist
-  for `chunk_size` positions at a time. `split` is `(params) -> (moving, merge)`
+  The batch is split into `micro_batches` parts, a divisor of B; `chunk_size` is
+  as in `token_logprobs`. `split` is `(params) -> (moving, merge)`
   with `merge(moving)` = params; gradients are with respect to the trained
   parameters `moving`, by default all. `vectorized=False` computes one direction
   at a time, in about 3 V forward passes, for models that cannot be vmapped

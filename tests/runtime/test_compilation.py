@@ -43,7 +43,8 @@ def compile_two(tmp_path, **environment):
   program = (
     "import jax; from grpojax.runtime import compilation; compilation.keep();"
     "print(jax.config.jax_compilation_cache_dir);"
-    "print(jax.jit(lambda x: x + 1)(1) + jax.jit(lambda x: x * 3)(2))"
+    "print(jax.jit(lambda x: x + 1)(1) + jax.jit(lambda x: x * 3)(2));"
+    "print(jax.config.jax_enable_compilation_cache)"
   )
   done = subprocess.run(
     [sys.executable, "-c", program],
@@ -52,8 +53,10 @@ def compile_two(tmp_path, **environment):
     text=True,
     check=True,
   )
-  path, result = done.stdout.split()
+  path, result, is_used = done.stdout.split()
   assert result == "8"
+  if "could not be acquired" in done.stderr:
+    assert is_used == "False"  # or each program would wait for the lock
   return path.removeprefix(f"{tmp_path}/"), done.stderr
 
 

@@ -113,9 +113,9 @@ def read_inputs(
     for split in SPLITS
   )
   device = jax.local_devices()[0]
-  own = None if device.platform == "cpu" else memory.device_bytes(device)
+  known = None if device.platform == "cpu" else memory.device_bytes(device)
   # All processes take the first one's limit, to compile the same program.
-  limit = distributed.on_main(lambda: own)
+  limit = distributed.on_main(lambda: known)
   facts = facts._replace(
     prompt_length=facts.prompt_length or splits.longest_prompt(train, held_out),
     logits_chunk=memory.logits_chunk(policy.shape, limit),
