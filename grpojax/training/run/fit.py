@@ -138,6 +138,7 @@ def remaining_steps(
     if "c1" in row:  # a diagnosis
       row = progress_lib.with_pooled_group_size(progress, row)
     reporting.log(run, row, result, eta)
+    del result  # its batch would take memory in the next step
     yield state, progress
     eta = eta.after_pause(time.perf_counter() - now)
 
