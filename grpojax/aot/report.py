@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpojax.aot import cost, hlo, programs, roofline, topology
+from grpojax.aot import chips, cost, hlo, programs, roofline, topology
 from grpojax.aot.chips import Chip
 from grpojax.aot.topology import Machine
 from grpojax.core import meshes

@@ -163,7 +163,7 @@ def scored(tabular, word_policy, one_device):
     timer = Timer()
     with jax.set_mesh(mesh):
       args = source, table, prompts, EXAMPLES, jax.random.key(1), timer
-      samples, rewards, _ = draw(*args).collect()
+      samples, rewards, *_ = draw(*args).collect()
     assert list(timer.seconds) == ["rollout", "rewards"]
     return jax.device_get(samples), rewards
 
