@@ -39,6 +39,10 @@ def _dimensions(kind: type) -> dict[str, list[str]]:
   return dimensions
 
 
+def _is_of_samples(dimensions: Sequence[str]) -> bool:
+  return dimensions[:2] == ["B", "G"]
+
+
 def _map(function: Callable[..., Any], *records: Record) -> Record:
   """Maps `function(dimensions, *values)` over arrays and lists of records."""
   first, *_ = records
@@ -70,17 +74,16 @@ def map_rows(function: Callable[..., Any], record: Record) -> Record:
   def of_field(dimensions, x):
     if isinstance(x, list):
       return x
-    of_samples = dimensions[:2] == ["B", "G"]
-    return function(x, *(("batch", "group") if of_samples else ("batch",)))
+    return function(x, "batch", *["group"] * _is_of_samples(dimensions))
 
   return _map(of_field, record)
 
 
 def group_shape(record: Any) -> tuple[int, int]:
   """Returns B and G, the numbers of prompts and of samples per prompt."""
-  shapes = []
-  map_rows(lambda x, *axes: shapes.append((len(axes), x.shape[:2])), record)
-  return next(shape for axes, shape in shapes if axes == 2)
+  fields = _dimensions(type(record)).items()
+  samples = (getattr(record, name) for name, d in fields if _is_of_samples(d))
+  return next(x.shape[:2] for x in samples if x is not None)
 
 
 def constrain(record: Record) -> Record:

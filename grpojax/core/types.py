@@ -278,8 +278,3 @@ class TrainState:
   skipped: Int[Array, ""]
   extras: dict[str, Any] = struct.field(default_factory=dict)
   pending: Any = None
-
-  def of_update(self) -> "TrainState":
-    """Returns the part of the state that a policy update reads."""
-    extras = {name: x for name, x in self.extras.items() if name == "entropy"}
-    return self.replace(extras=extras, pending=None)

@@ -152,6 +152,12 @@ def _apply(tx, state: TrainState, grads, max_grad_norm: float):
   }
 
 
+def read_by_update(state: TrainState) -> TrainState:
+  """Returns the part of a state that an update reads and changes."""
+  extras = {k: x for k, x in state.extras.items() if k == entropy.NAME}
+  return state.replace(extras=extras, pending=None)
+
+
 def make_update(
   lm: LM,
   tx: optax.GradientTransformation,

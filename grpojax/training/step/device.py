@@ -7,6 +7,7 @@ from typing import Any
 from grpojax.core import meshes
 from grpojax.core.step import make_grpo_step
 from grpojax.core.types import Prompts, TrainState
+from grpojax.core.update import read_by_update
 from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.step.extension import (
@@ -14,6 +15,7 @@ from grpojax.training.step.extension import (
   Inputs,
   StepResult,
   after_update,
+  updated,
 )
 from grpojax.training.step.extensions import diagnosis, moving_reference
 
@@ -46,7 +48,7 @@ def step_program(
     )
     return run(state, prompts, ref_params)
 
-  shardings = inputs.shardings.of_update()
+  shardings = read_by_update(inputs.shardings)
   return policies.jit(
     policy, step, donate_argnums=1, out_shardings=(shardings, None)
   )
@@ -70,10 +72,8 @@ def make_device_step(
     number = int(meshes.fetch(state.step)) + 1
     program = with_diagnosis if diagnosis.is_due(settings, number) else plain
     ref_params = moving_reference.params(inputs, state)
-    extras = state.extras
-    state, metrics = program(state.of_update(), prompts, ref_params)
+    state, metrics = updated(program, state, prompts, ref_params)
     metrics = meshes.fetch(metrics)
-    state = state.replace(extras={**extras, **state.extras})
     state = after_update(extensions, state, None, metrics)
     return StepResult(state, metrics)
 

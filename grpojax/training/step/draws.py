@@ -85,7 +85,7 @@ def draw(
   """Starts to draw a group of completions for each prompt.
 
   `first_prompt` is the index of the first prompt among all drawn with `key`.
-  `check_signals` is called while waiting; None is the source's.
+  `check_signals`, by default the source's, is called while waiting.
   """
   check = check_signals or source.check_signals
   parts = source.parts

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from grpojax.core.types import Batch, Params, Prompts, TrainState
+from grpojax.core.update import read_by_update
 from grpojax.rewards.groups import GroupRewards
 from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
@@ -86,6 +87,14 @@ def with_metrics(drawn: Drawn, metrics: Mapping[str, Any]) -> Drawn:
 def extended(state: TrainState, **extras: Any) -> TrainState:
   """Replaces parts of the state's extras."""
   return state.replace(extras={**state.extras, **extras})
+
+
+def updated(
+  program: Callable[..., Any], state: TrainState, *args: Any
+) -> tuple[TrainState, Mapping[str, Any]]:
+  """Runs an update, and keeps the extras that it does not read."""
+  new, metrics = program(read_by_update(state), *args)
+  return new.replace(extras={**state.extras, **new.extras}), metrics
 
 
 def after_draw(

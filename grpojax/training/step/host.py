@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from grpojax.core import meshes
 from grpojax.core.types import Batch, Prompts, TrainState
-from grpojax.core.update import make_update
+from grpojax.core.update import make_update, read_by_update
 from grpojax.training import policies
 from grpojax.training.settings import mixtures
 from grpojax.training.settings.batches import own_sampling_mesh
@@ -37,6 +37,7 @@ from grpojax.training.step.extension import (
   StepResult,
   after_draw,
   after_update,
+  updated,
 )
 from grpojax.training.step.extensions import moving_reference
 
@@ -56,8 +57,8 @@ class Step(NamedTuple):
 def update_program(inputs: Inputs) -> Callable[..., Any]:
   """Compiles the update, `(state, batch, ref_params) -> (state, metrics)`.
 
-  The state is donated, without other extras than the entropy's control. Only
-  an exact KL term needs `ref_params`.
+  The state is donated; it is the part that `read_by_update` selects. Only an
+  exact KL term needs `ref_params`.
   """
   settings = inputs.settings
   policy = inputs.policy
@@ -74,7 +75,7 @@ def update_program(inputs: Inputs) -> Callable[..., Any]:
     )
     return run(state, batch, ref_params)
 
-  shardings = inputs.shardings.of_update()
+  shardings = read_by_update(inputs.shardings)
   return policies.jit(
     policy, update, donate_argnums=1, out_shardings=(shardings, None)
   )
@@ -139,9 +140,9 @@ def take_step(
 ) -> StepResult:
   """Performs one step; the state is donated.
 
-  `prompts` and `examples` are of a pending draw, if the state has one;
-  `upcoming` are those of the next step, if this step draws them. `take` returns
-  further prompts of the stream.
+  If the state has a pending draw, `prompts` and `examples` must be its own.
+  With `upcoming`, the next step's prompts and examples, this step also draws
+  the next step's completions. `take` returns the stream's next prompts.
   """
   inputs = step.inputs
   settings = inputs.settings
@@ -250,11 +251,9 @@ def make_batch(
 def update(
   step: Step, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, Array]]:
-  """Updates the policy; the other extensions' extras stay as they are."""
+  """Updates the policy."""
   ref_params = None
   # Only an exact KL term runs the reference model in the update.
   if step.inputs.settings.loss.has_exact_kl:
     ref_params = moving_reference.params(step.inputs, state)
-  extras = state.extras
-  state, metrics = step.update(state.of_update(), batch, ref_params)
-  return state.replace(extras={**extras, **state.extras}), metrics
+  return updated(step.update, state, batch, ref_params)

@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from grpojax.core import meshes, rows
+from grpojax.core import meshes
 from grpojax.core.binding import bind
 from grpojax.core.types import Prompts, TrainState
 from grpojax.data.drawn import ENDLESS
 from grpojax.data.pipeline import Mixture
 from grpojax.rewards.conventions import CORRECT
-from grpojax.rewards.groups import GroupRewards
 from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.processes import distributed
 from grpojax.statistics import prompt_sampling, success_rates
@@ -129,12 +128,6 @@ def draw(
   return prompts, [example | {INDEX: i} for example, i in numbered]
 
 
-def first_draw(drawn: Drawn) -> tuple[Examples, GroupRewards]:
-  """Returns examples and rewards of the step's own prompts."""
-  count = len(drawn.prompts.prompt_ids)
-  return drawn.examples[:count], rows.take(drawn.rewards, range(count))
-
-
 def metrics(
   state: TrainState, prompts: Prompts, examples: Examples
 ) -> dict[str, int | float]:
@@ -170,17 +163,14 @@ def extension(inputs: Inputs) -> Extension | None:
 
   def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
     del context
-    examples, _ = first_draw(drawn)
-    return with_metrics(drawn, metrics(state, drawn.prompts, examples))
+    return with_metrics(drawn, metrics(state, drawn.prompts, drawn.examples))
 
   def after_update(
     state: TrainState, drawn: Drawn, metrics: Mapping[str, Any]
   ) -> TrainState:
     del metrics
-    # The first groups are of the chosen prompts; later ones took the places of
-    # groups without variance.
-    examples, rewards = first_draw(drawn)
-    right = scoring.correctness(inputs.reward_pool, rewards, examples)
+    examples = drawn.examples
+    right = scoring.correctness(inputs.reward_pool, drawn.rewards, examples)
     # NaN is no judgement, and a comparison alone would make it False.
     correct = np.where(np.isnan(right), np.nan, right >= CORRECT)
     indices = np.array([example[INDEX] for example in examples], np.int32)
