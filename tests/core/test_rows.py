@@ -6,9 +6,11 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Float
 
 from grpojax.core import rows
+from grpojax.core.types import Rollout
 
 
 class Texts(NamedTuple):  # annotations are texts in this file
@@ -47,6 +49,20 @@ def test_annotations_may_be_texts_or_inherited():
     second = rows.take(_record(kind, 2), [1])
     np.testing.assert_array_equal(second.prompts, [[2, 3]])
     np.testing.assert_array_equal(second.samples, [[3, 4, 5]])
+
+
+def test_fields_of_a_rollout_are_inherited():
+  @struct.dataclass
+  class Scored(Rollout):
+    scores: Any = None
+
+  ids = np.arange(6).reshape(2, 3)
+  samples = np.arange(24).reshape(2, 3, 4)
+  others = samples > 0, samples / 2.0, ids > 0
+  record = Scored(ids, ids > 0, samples, *others, scores=ids)
+  taken = rows.take(record, [1])
+  np.testing.assert_array_equal(taken.completion_ids, samples[1:])
+  np.testing.assert_array_equal(taken.scores, ids[1:])
 
 
 def test_fields_may_be_nested_dictionaries():
