@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 
 from grpojax.core.ends import Ends
-from grpojax.models.huggingface import ASSETS
+from grpojax.models.huggingface import ASSETS, read_config
 from grpojax.models.huggingface.weights import read_json
 from grpojax.runtime.text import special_tokens as special_tokens_lib
 from grpojax.runtime.text import trial
@@ -76,7 +76,7 @@ def load(path: str | os.PathLike) -> Any:
   except Exception as error:  # transformers raises many types
     raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
   config = path / "config.json"
-  size = config.is_file() and read_json(config).get("vocab_size")
+  size = config.is_file() and read_config(config).get("vocab_size")
   if type(size) is int:
     _check_size(path, tokenizer, size)
     tokenizer.embeddings = size  # for `special_tokens.encode`
