@@ -310,6 +310,8 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
   others = {}
   if kind == "yarn":
     others["truncate"] = values.pop("truncate", True)
+    if not isinstance(others["truncate"], bool):
+      raise ValueError(f"config.json has truncate={others['truncate']!r:.40}")
     values = _YARN | values
     values["attention_factor"] = _yarn_attention(values)
   fields = ROPE_KINDS[kind]

@@ -45,7 +45,9 @@ class Rope:
   # Queries at position p have the factor 1 + b log(1 + floor(p / length)), with
   # b = `query_beta` and length = `original_length` (Llama 4).
   query_beta: float = 0.0
-  longest: float = math.inf  # number of positions for which `divisors` hold
+  longest: int | float = (
+    math.inf
+  )  # number of positions for which `divisors` hold
 
   def rotated(self, head_dim: int) -> int:
     """Returns the number of rotated channels of a head."""

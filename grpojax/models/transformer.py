@@ -162,6 +162,12 @@ def _for_decoding(
 
   params = quantized(params) | {"layers": quantized(params["layers"])}
   params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
+  if longest > config.rope.longest:
+    raise ValueError(
+      f"the rollout has {longest} positions, but without long_factor "
+      f"(longrope) only {config.rope.longest} are supported: use shorter "
+      "prompts or completions"
+    )
   positions = jnp.arange(longest)
   params |= {passes.ROPE: passes.rotary_tables(config, positions)}
   if config.labels:

@@ -19,10 +19,10 @@ READ = llama.READ | {
 def common(hf_config: dict[str, Any]) -> dict[str, Any]:
   """Returns the fields shared by granite and granitemoehybrid."""
   return config_json.common(hf_config) | {
-    "embedding_scale": hf_config["embedding_multiplier"],
-    "attention_scale": hf_config["attention_multiplier"],
-    "residual_scale": hf_config["residual_multiplier"],
-    "logits_divisor": hf_config["logits_scaling"],
+    "embedding_scale": float(hf_config["embedding_multiplier"]),
+    "attention_scale": float(hf_config["attention_multiplier"]),
+    "residual_scale": float(hf_config["residual_multiplier"]),
+    "logits_divisor": float(hf_config["logits_scaling"]),
   }
 
 

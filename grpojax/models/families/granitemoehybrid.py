@@ -40,6 +40,8 @@ UNUSED = {  # of experts and Mamba layers
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a complete config.json of model_type "granitemoehybrid"."""
+  if hf_config.get("num_local_experts") is None:
+    raise ValueError("config.json lacks num_local_experts=0: 8 is the default")
   kinds = hf_config["layer_types"] or ["mamba"]
   config_json.refuse_others(
     "layer_types", kinds, ("attention", "full_attention")
@@ -48,8 +50,5 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   if positions not in (None, "rope", "nope"):
     raise ValueError(f"config.json has position_embedding_type={positions!r}")
   rope = config_json.rope(hf_config) if positions == "rope" else NO_ROTATION
-  fields = {
-    "mlp": hf_config["shared_intermediate_size"],
-    "experts": hf_config["num_local_experts"],
-  }
-  return TransformerConfig(**granite.common(hf_config) | fields, rope=rope)
+  mlp = {"mlp": hf_config["shared_intermediate_size"]}
+  return TransformerConfig(**granite.common(hf_config) | mlp, rope=rope)

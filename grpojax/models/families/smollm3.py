@@ -28,6 +28,10 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   default = [(i + 1) % interval != 0 for i in range(layers)]
   rotated = hf_config["no_rope_layers"] or default
   rotated = [bool(x) for x in rotated[:layers]]
+  if len(rotated) < layers:
+    raise ValueError(
+      f"config.json has {len(rotated)} no_rope_layers for {layers} layers"
+    )
   size = (
     hf_config["sliding_window"] if hf_config["use_sliding_window"] else None
   )
