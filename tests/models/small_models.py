@@ -80,7 +80,9 @@ def torch_model(path, kind, noise, **values):
   config._attn_implementation = "eager"
   torch.set_num_threads(1)
   torch.manual_seed(0)
-  model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+  task = "ImageTextToText" if kind == "mistral3" else "CausalLM"
+  build = getattr(transformers, f"AutoModelFor{task}").from_config
+  model = build(config).float().eval()
   with torch.no_grad():  # initial biases and norms would hide mistakes
     for parameter in model.parameters():
       parameter.add_(noise * torch.randn_like(parameter))

@@ -127,7 +127,10 @@ CONFIGS = {
     "granitemoehybrid",
     GRANITE | HYBRID | BIASES,
   ),
-  "ministral": ("ministral", dict(layer_types=KINDS, sliding_window=3)),
+  "ministral": (
+    "ministral",
+    dict(layer_types=KINDS, sliding_window=3, head_dim=6),
+  ),
   "ministral3": ("ministral3", dict(rope_parameters=MINISTRAL3, head_dim=8)),
   "mistral3": ("mistral3", dict(rope_parameters=MINISTRAL3, head_dim=6)),
   "phi3": ("phi3", dict(sliding_window=4)),
