@@ -113,6 +113,8 @@ def check(config: TransformerConfig) -> None:
         f"{len(rope.divisors)} divisors: use an even number of channels, and "
         "a divisor for each pair"
       )
+  if len({(x.share, x.query_beta > 0) for x in c.ropes}) > 1:
+    raise ValueError("rope and local_rope need the same share and query_beta")
   if len(c.locality) != c.layers:
     raise ValueError(
       f"local_layers has {len(c.local_layers)} entries for {c.layers} layers"

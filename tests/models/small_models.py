@@ -1,6 +1,7 @@
 """Small decoders, random parameters, and programs on several devices."""
 
 import functools
+import math
 import os
 import pathlib
 import subprocess
@@ -18,7 +19,23 @@ from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
 from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models.config import TransformerConfig
+from grpojax.models.rope import Rope
 
+NEW_ROPE = dict(factor=4.0, beta_fast=2.0, attention_factor=1.2)
+NEW_ROPE |= dict(share=0.5, query_beta=0.5, original_length=5)
+NEW_FEATURES = dict(  # of OLMo, Granite, Phi, Ministral and SmolLM
+  wide_qk_norm=True,
+  pre_norms=False,
+  post_norms=True,
+  embedding_scale=3.0,
+  residual_scale=0.4,
+  attention_scale=0.3,
+  logits_divisor=0.5,
+  rope=Rope(**NEW_ROPE),
+  # The first layer has no rotation, and no window.
+  local_layers=(True, False),
+  local_rope=Rope(**NEW_ROPE | {"factor": math.inf, "beta_fast": None}),
+)
 ROOT = pathlib.Path(__file__).parents[2]
 
 

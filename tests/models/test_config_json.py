@@ -219,6 +219,7 @@ def test_ignore_keys_removes_unknown_keys(tmp_path):
     ({"local_layers": (True,)}, "1 entries for 2 layers"),
     ({"local_layers": (True,) * 2}, "window=0"),
     ({"rope": Rope(share=0.75)}, "RoPE rotates 3 of 4 channels"),
+    ({"local_rope": Rope(share=0.5)}, "need the same share and query_beta"),
     ({"rope": Rope(divisors=(1.0,))}, "with 1 divisors"),
     ({"experts": 2, "experts_per_token": 3}, "must be in 1..2"),
   ],
