@@ -174,7 +174,8 @@ def save_peft(
   the Hugging Face Hub, `revision` its commit there. `alpha` is PEFT's
   lora_alpha: the scale is alpha / r. `dtype` is the dtype to store; None keeps
   the adapters' dtype. ValueError if `path` exists, if there are no adapters, or
-  if peft 0.21 cannot read them (for experts: down alone, or all three).
+  if peft 0.21 cannot read them (for experts: down alone, or all three; parts of
+  stored matrices: none).
   """
   if not adapters:
     raise ValueError("there are no adapters to save")
@@ -186,6 +187,13 @@ def save_peft(
     )
   flat = flatten_dict(adapters, sep="/")
   base_layout = hf.layout(hf_config)
+  joined = [x for x in adapters["layers"] if base_layout[f"layers/{x}"].part]
+  if joined:
+    raise ValueError(
+      f"peft reads no adapters of {', '.join(sorted(joined))}: the base stores "
+      "these matrices as parts of others. Write merged weights, or leave these "
+      "out of lora.targets"
+    )
   layout = {}
   modules = set()
   # Name the two tensors of each adapter after the matrix in the base's files.

@@ -212,9 +212,11 @@ def test_peft_and_transformers_read_saved_adapters(model, tmp_path):
 def test_adapters_that_peft_would_skip_are_refused(tmp_path):
   targets = "layers/(q|expert_(gate|up))"
   partial = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
-  for adapters, message in (
-    (partial, "of expert_gate and expert_up alone"),
-    ({}, "no adapters to save"),
+  joined = CONFIG | {"model_type": "phi3"}
+  for hf_config, adapters, message in (
+    (MIXTURE, partial, "of expert_gate and expert_up alone"),
+    (MIXTURE, {}, "no adapters to save"),
+    (joined, {"layers": {"q": {}, "up": {}, "o": {}}}, "of q, up: the base"),
   ):
     with pytest.raises(ValueError, match=message):
-      lora.save_peft(tmp_path / "none", adapters, MIXTURE, ALPHA, "base")
+      lora.save_peft(tmp_path / "none", adapters, hf_config, ALPHA, "base")
