@@ -35,7 +35,7 @@ class TransformerConfig:
     pre_norms: inputs of attention and MLP are normalised.
     post_norms: outputs of attention and MLP are normalised.
     activation: function of the MLP's gate, "silu" or "gelu_tanh".
-    embedding_scale: factor of the embedding.
+    embedding_scale: factor of the embedding, rounded to the dtype of products.
     residual_scale: factor of the outputs of attention and MLP.
     attention_scale: factor of the attention logits; None means 1 / sqrt(E).
     attention_cap: soft cap of the attention logits, or None.

@@ -127,14 +127,8 @@ def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
   if kind not in _TEXT_MODELS:
     raise ValueError(f"config.json has model_type={kind!r} in text_config")
   top = {k: x for k, x in hf_config.items() if k not in _VISION}
-  return (
-    text
-    | top
-    | {
-      "model_type": kind,
-      "architectures": [_TEXT_MODELS[kind]],
-    }
-  )
+  top |= {"model_type": kind, "architectures": [_TEXT_MODELS[kind]]}
+  return text | top
 
 
 def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:

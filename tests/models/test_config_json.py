@@ -166,6 +166,7 @@ REFUSED = [
     {"rope_scaling": LONGROPE | {"type": "linear"}},
     "has linear in rope",
   ),
+  ("phi3", {"rope_scaling": LONGROPE | {"short_mscale": 2}}, "short_mscale in"),
   ("mixtral", {"num_local_experts": 0}, "num_local_experts=0"),
   ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
 ]

@@ -99,7 +99,10 @@ CONFIGS = {
   "qwen2_yarn": ("qwen2", dict(rope_parameters=dict(YARN, truncate=False))),
   "gemma": ("gemma", dict(BIASES, head_dim=8)),
   "gemma_untied": ("gemma", dict(UNTIED, head_dim=6, num_key_value_heads=4)),
-  "smollm3": ("smollm3", dict(no_rope_layers=[1, 0], vocab_size=V + 1)),
+  "smollm3": (  # more layers than are unrolled
+    "smollm3",
+    dict(num_hidden_layers=9, no_rope_layer_interval=3, vocab_size=V + 1),
+  ),
   "smollm3_window_biases": (
     "smollm3",
     dict(BIASES | WINDOW_3 | UNTIED, no_rope_layer_interval=2, mlp_bias=True),

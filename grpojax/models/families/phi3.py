@@ -57,6 +57,11 @@ def _rope(hf_config: dict[str, Any]) -> Rope:
   if kind == "default":
     rope = config_json.parse_rope(parameters, length)
     return dataclasses.replace(rope, share=share)
+  known = "rope_theta rope_type type factor short_factor long_factor "
+  known += "attention_factor original_max_position_embeddings"
+  config_json.refuse_others(
+    "the rope parameters of longrope", parameters, known.split()
+  )
   short = hf_config["original_max_position_embeddings"]
   factor = parameters.get("factor") or length / short
   attention = math.sqrt(1 + math.log(max(factor, 1)) / math.log(short))
@@ -65,7 +70,7 @@ def _rope(hf_config: dict[str, Any]) -> Rope:
     config_json.number("rope_theta", parameters["rope_theta"]),
     divisors=tuple(map(number, parameters["short_factor"])),
     share=share,
-    attention_factor=parameters.get("attention_factor") or attention,
+    attention_factor=float(parameters.get("attention_factor") or attention),
     longest=short,
   )
 
