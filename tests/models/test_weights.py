@@ -23,6 +23,7 @@ from small_models import normal, run_python
 from grpojax.core import meshes
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
+from grpojax.models.families import phi3
 from grpojax.models.huggingface import weights, weights_out
 
 BF16 = ml_dtypes.bfloat16
@@ -91,6 +92,7 @@ def test_parts_of_a_stored_matrix_are_read_and_joined(tmp_path):
   hf_config = dict(model_type="phi3", vocab_size=5, hidden_size=8)
   hf_config |= dict(num_attention_heads=2, num_key_value_heads=1)
   hf_config |= dict(num_hidden_layers=2, intermediate_size=6)
+  hf_config["auto_map"] = phi3.FIXED["auto_map"]
   (tmp_path / "config.json").write_text(json.dumps(hf_config))
   shapes = hf.abstract_params(hf_config)
   rng = np.random.default_rng(0)
@@ -101,6 +103,7 @@ def test_parts_of_a_stored_matrix_are_read_and_joined(tmp_path):
   layer = {name: np.asarray(x[1]) for name, x in params["layers"].items()}
   joined = np.concatenate([layer[name].T for name in "qkv"])
   np.testing.assert_array_equal(stored, joined)
+  assert "auto_map" not in hf.read_config(tmp_path / "out")
   again = hf.load_params(tmp_path / "out")
   assert jax.tree.all(jax.tree.map(np.array_equal, again, params))
   # A device's part of a part.
