@@ -177,7 +177,7 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
   merged = read | hf_config
   for key in (*_SIZES, *_OPTIONAL_SIZES):
     value = merged.get(key, 1)  # reading an absent key raises
-    if key in fixed:
+    if key in fixed or key in unused:
       continue
     absent = value is None and key in _OPTIONAL_SIZES
     if not absent and (type(value) is not int or not 0 < value < 2**31):

@@ -29,7 +29,7 @@ YARN = {
 }
 YARN_5 = dict(YARN, type=None, rope_type="yarn")
 HYBRID = dict(layer_types=["attention"] * 8, num_local_experts=0)
-HYBRID |= dict(mamba_n_heads=4)
+HYBRID |= dict(mamba_n_heads=4, num_experts_per_tok=0)
 LONGROPE = {
   "type": "longrope",
   "short_factor": [1.0, 1.5, 3.0],
