@@ -221,12 +221,8 @@ def _rollout_logprobs(
   def score(micro_batch):
     part, rows = micro_batch
     part = constrain(part)
-    replayed = None
-    if part.experts is not None:
-      replayed = part.prompt_experts, part.experts
-    tokens = part.prompt_ids, part.prompt_mask, part.completion_ids
     scored = packed_logprobs.completion_logprobs(
-      lm, params, *tokens, rows, replayed=replayed, **scoring
+      lm, params, part.tokens, rows, **scoring
     )
     hidden = scored.hidden if with_hidden else None
     return TokenLogprobs(scored.logprobs, None, hidden=hidden)

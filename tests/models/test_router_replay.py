@@ -140,9 +140,7 @@ def test_replay_agrees_with_transformers(tmp_path):
   batch = jax.jit(prepare)(params)
 
   def total(params):
-    rows = samples.prompt_ids, samples.prompt_mask, samples.completion_ids
-    replayed = batch.prompt_experts, batch.experts
-    scores = completion_logprobs(lm, params, *rows, replayed=replayed)
+    scores = completion_logprobs(lm, params, samples.tokens)
     return jnp.sum(jnp.where(samples.completion_mask, scores.logprobs, 0.0))
 
   gradient = jax.jit(jax.grad(total))(params)["layers"]
