@@ -19,7 +19,6 @@ The default config is configs/arithmetic.py, or configs/own_model.py if you set
     trackers.json       ids of the run in other trackers
     checkpoints/        newest training states, saved by Orbax
     model/              trained model in Hugging Face format
-    learning_curve.png
     report.html         all results, for a browser
     summary.json        accuracy before and after, seconds, steps, best group
                         size
@@ -164,7 +163,6 @@ def final_lines(
       f" (of step {summary['model_step']}, Hugging Face format)"
     ),
     run_directory.REPORT: "",
-    run_directory.CURVE: "",
     run_directory.METRICS: "",
     run_directory.SAMPLES: "",
     run_directory.FAILURES: " (failed rewards)",

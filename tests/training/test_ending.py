@@ -29,7 +29,7 @@ SUMMARY = {
 def test_the_last_lines_name_accuracies_problems_and_files(
   tmp_path, settings_with
 ):
-  for name in ("model", "learning_curve.png", "metrics.jsonl"):
+  for name in ("model", "metrics.jsonl"):
     (tmp_path / name).mkdir()
 
   def last_lines(**changes):

@@ -27,7 +27,7 @@ from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
-from grpojax.runtime.terminal import pictures, trackers
+from grpojax.runtime.terminal import trackers
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training import policies
 from grpojax.training.config import to_config
@@ -304,7 +304,7 @@ def finish(
   checkpointer: checkpoint.Checkpointer,
   check_signals: Callable[..., None],
 ) -> dict[str, Any]:
-  """Writes the model, learning curve, report and summary; returns the summary.
+  """Writes the model, the report and the summary; returns the summary.
 
   With checkpoint.best, writes the model of the highest held-out accuracy.
   `check_signals` is called first, and may raise.
@@ -341,7 +341,6 @@ def _summarize(
   run: Run, progress: Progress, steps: int, model_step: int
 ) -> dict[str, Any]:
   metrics = run.file(run_directory.METRICS)
-  pictures.learning_curve(metrics, run.file(run_directory.CURVE))
   summary = {
     "train_seconds": progress.train_seconds,
     "steps": steps,
