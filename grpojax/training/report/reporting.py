@@ -19,7 +19,6 @@ import numpy as np
 
 from grpojax.core.types import Params, TrainState
 from grpojax.models import huggingface as hf
-from grpojax.models.huggingface import file_checksums
 from grpojax.reports import comparisons, curves
 from grpojax.rewards import groups
 from grpojax.rewards.pool import Failure
@@ -322,14 +321,12 @@ def finish(
   if step != steps:
     params = checkpoint.restore_policy(checkpointer, params, step)
   model = run.file(run_directory.MODEL)
-  # Write the model, unless an earlier start of the run has done so.
-  if not distributed.on_main(lambda: file_checksums.intact(model)):
-    if distributed.is_main():  # left incomplete by a killed start
-      run_directory.remove_model(run.directory)
-    whole = policies.whole_params(run.policy, params)
-    source = run.policy.files.directory
-    keys = run.policy.files.ignore_keys
-    hf.save(model, whole, source, dtype="float32", ignore_keys=keys)
+  if distributed.is_main():  # an earlier start may have been killed here
+    run_directory.remove_model(run.directory)
+  whole = policies.whole_params(run.policy, params)
+  source = run.policy.files.directory
+  keys = run.policy.files.ignore_keys
+  hf.save(model, whole, source, dtype="float32", ignore_keys=keys)
   return distributed.on_main(lambda: _summarize(run, progress, steps, step))
 
 

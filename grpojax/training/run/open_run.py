@@ -23,7 +23,6 @@ import jax
 from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models import huggingface as hf
-from grpojax.models.huggingface.file_checksums import fingerprint
 from grpojax.runtime import checkpoint
 from grpojax.runtime.checkpoint import stored_arrays
 from grpojax.runtime.cli import command_line, configs
@@ -35,7 +34,11 @@ from grpojax.runtime.text.chat_template import DATE
 from grpojax.training.config import to_config
 from grpojax.training.data import splits
 from grpojax.training.files import run_directory, sources
-from grpojax.training.files.sources import find_model, hub_name
+from grpojax.training.files.sources import (
+  find_model,
+  fingerprint,
+  hub_name,
+)
 from grpojax.training.report import reporting
 from grpojax.training.report.progress import Progress, from_notes
 from grpojax.training.run import start
