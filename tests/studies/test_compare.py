@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose
 
 from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import compare
+from grpojax.studies import run as study
 from grpojax.training.run import fit
 
 
