@@ -82,7 +82,9 @@ def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
     if settings.environment.on and ends:
       value = evaluation.text(evaluation.REWARD, reward, *ends)
       line = f"return {when:6} {value}  {line}"
-    elif reward is not None and abs(reward - accuracy) > 1e-6:
+    elif reward is None:
+      line += f"  ({evaluation.UNSCORED})"
+    elif abs(reward - accuracy) > 1e-6:
       line += f"  mean reward {reward:.3g} (right: 1 or more)"
     lines.append(line)
   prompts = summary["eval_prompts"]

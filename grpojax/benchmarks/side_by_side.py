@@ -48,8 +48,9 @@ def measure(
 ) -> dict[str, Any]:
   """Times `steps` steps after `warmup` steps; returns the comparison's report.
 
-  `settings` are the workload's (`workloads.config_of`), perhaps changed. Output goes to standard error. SystemExit if the settings do
-  not fit the devices or the batch.
+  `settings` are the workload's (`workloads.config_of`), perhaps changed. Output
+  goes to standard error. SystemExit if the settings do not fit the devices or
+  the batch.
   """
   settings = dataclasses.replace(settings, steps=warmup + steps)
   with contextlib.redirect_stdout(sys.stderr):

@@ -170,7 +170,9 @@ def test_a_run_without_rewards_stops_and_can_be_resumed(
   text += "--config.stop.rewards_missing=0; saved step 2$"
   with pytest.raises(SystemExit, match=text):
     train_short(**settings)
-  assert "! 100% without reward" in capsys.readouterr().out
+  output = capsys.readouterr().out
+  assert "! 100% without reward" in output
+  assert "0.0%  [0.0%, 49.0%]  (no reward could be computed" in output
   assert "step 2 of 9" in (run / "report.html").read_text()
   settings |= {"stop.rewards_missing": 0, "steps": 3}
   rewards.write_text(rewards.read_text() + "# other")
@@ -210,6 +212,17 @@ def test_the_date_is_pinned_if_the_template_uses_it(
   run = start.read_inputs(*inputs, today="1 May 2031")
   options = {"date_string": "1 May 2031"} if shown else {}
   assert run.settings.data.template_options == options
+
+
+def test_checks_do_not_wait_for_other_processes(
+  settings_with, tmp_path, monkeypatch
+):
+  """They may fail in one process only."""
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  monkeypatch.setattr(distributed, "gather", None)
+  with contextlib.ExitStack() as stack:
+    settings = settings_with(steps=1)
+    start.check(settings, Facts(), tmp_path, stack, lambda: None)
 
 
 @pytest.mark.slow

@@ -218,6 +218,8 @@ def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
     for name in ("accuracy", REWARD)
   )
   right = evaluation.text("accuracy", *accuracy)
+  if reward[0] is None:
+    right += f"  ({evaluation.UNSCORED})"
   after = f" after {row['step']} steps: "
   if reward[1] is None:
     return f"held-out greedy accuracy{after}{right}"

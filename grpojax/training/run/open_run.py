@@ -41,7 +41,7 @@ from grpojax.training.files.sources import (
 )
 from grpojax.training.report import reporting
 from grpojax.training.report.progress import Progress, from_notes
-from grpojax.training.run import start
+from grpojax.training.run import memory, start
 from grpojax.training.settings.facts import Facts, completed
 from grpojax.training.settings.optimizer import learning_rate
 from grpojax.training.settings.run import TrainSettings
@@ -178,9 +178,13 @@ def open_all(
     if not first:
       distributed.on_main(hold)
     today = distributed.on_main(tokenization.today)
+    # All processes take the first one's limit, to compile the same program.
+    limit = distributed.on_main(memory.accelerator_bytes)
     with distributed.agreed():
       # Check everything, and that all processes read the same examples.
-      run = start.check(settings, facts, directory, stack, check_signals, today)
+      run = start.check(
+        settings, facts, directory, stack, check_signals, today, limit
+      )
     examples = {
       f"the {name} split": f"{count} examples\nfingerprint {checksum}"
       for name, (count, checksum) in _fingerprints(run).items()
