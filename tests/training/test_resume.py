@@ -23,7 +23,7 @@ from grpojax.training import policies
 from grpojax.training.data import splits
 from grpojax.training.files.sources import ModelFiles
 from grpojax.training.report import run_report
-from grpojax.training.run import open_run, start
+from grpojax.training.run import memory, open_run, start
 from grpojax.training.settings.facts import Facts
 from grpojax.training.step.run import Run
 
@@ -291,16 +291,18 @@ def test_processes_with_different_examples_are_refused(
   refused_at_the_start(settings, tmp_path, text)
 
 
-def test_process_0_sets_the_date(tmp_path, settings_with, monkeypatch):
-  def on_main(function):
-    return "26 Jul 2024" if function is tokenization.today else function()
+def test_process_0_sets_the_date_and_the_limit_of_memory(
+  tmp_path, settings_with, monkeypatch
+):
+  facts = {tokenization.today: "26 Jul 2024", memory.accelerator_bytes: 7}
 
   def check(*args):
-    raise ValueError(args[-1])
+    raise ValueError(f"{args[-2]}, {args[-1]} bytes")
 
+  on_main = lambda function: facts.get(function) or function()
   monkeypatch.setattr(distributed, "on_main", on_main)
   monkeypatch.setattr(start, "check", check)
-  refused_at_the_start(settings_with(), tmp_path, "26 Jul 2024")
+  refused_at_the_start(settings_with(), tmp_path, "26 Jul 2024, 7 bytes")
 
 
 def test_edited_code_has_another_checksum(tmp_path):
