@@ -21,9 +21,11 @@ _NAMES = {
   "grpojax.core.objective": "Objective",
   "grpojax.core.decoding.sampling": "Sampling",
   "grpojax.core.step": "init_state make_grpo_step",
-  "grpojax.core.types": "LM Batch Prefix Prompts Rollout TrainState",
+  "grpojax.core.types": "LM Batch Prefix Prompts Rollout Tokens TrainState",
   "grpojax.core.turns": "Segment trajectories",
-  "grpojax.core.update": "UpdateOptions make_update",
+  "grpojax.core.update": (
+    "UpdateOptions apply_gradients make_gradients make_update"
+  ),
   "grpojax.statistics": "diagnostics",
   "grpojax.models.adapters": "check_causal from_apply from_linen from_nnx",
   "grpojax.models.transformer": "TransformerConfig transformer",

@@ -31,9 +31,10 @@ import optax
 import optax.contrib
 from ml_collections import ConfigDict
 
-from grpojax.core.logprobs import token_logprobs
+from grpojax.core.logprobs import logprobs_and_load
 from grpojax.core.options import NOT_NEGATIVE, ONE_OR_MORE, POSITIVE
 from grpojax.core.random_keys import seed_key
+from grpojax.core.types import Tokens
 from grpojax.data import datasets
 from grpojax.data import texts as texts_lib
 from grpojax.data.texts import Rows, pack
@@ -261,16 +262,15 @@ def make_step(lm, tx):
   def loss_fn(params, rows: Rows):
     n = rows.ids.shape[0]
     # Rows are completions of an empty prompt.
-    logprobs, _ = token_logprobs(
-      lm,
-      params,
+    tokens = Tokens(
       jnp.zeros((n, 1), jnp.int32),
       jnp.zeros((n, 1), bool),
       rows.ids[:, None],
       positions=rows.positions[:, None],
       segments=rows.segments[:, None],
     )
-    return -jnp.sum(logprobs[:, 0] * rows.weights) / jnp.sum(rows.weights)
+    logprobs = logprobs_and_load(lm, params, tokens).logprobs[:, 0]
+    return -jnp.sum(logprobs * rows.weights) / jnp.sum(rows.weights)
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, opt_state, rows):

@@ -131,7 +131,7 @@ def _check_experts(lm: LM, rollout: Rollout) -> None:
   if any(x is None for x in recorded):
     raise ValueError(
       "router_replay = True: the rollout has no experts; record them with "
-      "rollout(..., record_experts=True)"
+      "rollout(lm.recording(), ...)"
     )
   ids = rollout.completion_ids, rollout.prompt_ids
   leading = [x.shape[:-1] for x in recorded]
@@ -221,12 +221,8 @@ def _rollout_logprobs(
   def score(micro_batch):
     part, rows = micro_batch
     part = constrain(part)
-    replayed = None
-    if part.experts is not None:
-      replayed = part.prompt_experts, part.experts
-    tokens = part.prompt_ids, part.prompt_mask, part.completion_ids
     scored = packed_logprobs.completion_logprobs(
-      lm, params, *tokens, rows, replayed=replayed, **scoring
+      lm, params, part.tokens, rows, **scoring
     )
     hidden = scored.hidden if with_hidden else None
     return TokenLogprobs(scored.logprobs, None, hidden=hidden)

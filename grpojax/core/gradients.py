@@ -38,6 +38,7 @@ class LossTerms:
         "this model has none (LM.has_experts): use 0"
       )
     self.lm = lm
+    self.objective = objective
     self.loss = loss_fn(objective)
     self.correction = make_correction(
       objective.correction,
@@ -75,17 +76,18 @@ class LossTerms:
 
   def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
     """Computes log-probabilities, entropies, expert load and KL divergences."""
-    weights = replayed = reference = None
+    tokens = batch.tokens
     if self.router_aux_coef:
-      weights = load_balancing.load_weights(batch)
-    if batch.experts is not None:
-      replayed = batch.prompt_experts, batch.experts
+      tokens = load_balancing.with_load_weights(tokens, batch.completion_mask)
+    reference = None
     if self.reference is not None:
       reference = Reference(*self.reference, batch.ref_hidden)
-    tokens = batch.prompt_ids, batch.prompt_mask, batch.completion_ids
     return completion_logprobs(
-      *(self.lm, params, *tokens, batch.packing),
-      *(weights, replayed, reference),
+      self.lm,
+      params,
+      tokens,
+      batch.packing,
+      reference=reference,
       **self.scoring,
     )
 
@@ -108,12 +110,13 @@ class MicroBatchValues(NamedTuple):
 
 
 class Gradient(NamedTuple):
-  """Loss of a minibatch and its gradient."""
+  """Loss of a minibatch and its gradient (`update.make_gradients`)."""
 
   loss: Float[Array, ""]
   grads: Params  # gradient, float32 or better
   metrics: dict[str, Metrics]  # by reduction (`update.OVER_UPDATES`)
   mean_entropy: Float[Array, "n"] | None  # each micro-batch's share
+  no_tokens: Bool[Array, ""]  # the loss has no tokens
 
 
 def in_float32(tree: PyTree) -> PyTree:
@@ -284,4 +287,5 @@ def minibatch_gradient(
   metrics["first"] = rollout_mismatch.metrics(values.mismatch, mask)
   if terms.router_aux_coef:
     metrics["mean"]["router_aux_loss"] = jnp.sum(values.balance)
-  return Gradient(loss, grads, metrics, values.mean_entropy)
+  no_tokens = ~jnp.any(batch.completion_mask)
+  return Gradient(loss, grads, metrics, values.mean_entropy, no_tokens)

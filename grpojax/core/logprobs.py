@@ -13,8 +13,7 @@ from grpojax.core.arguments import check_read_prompts
 from grpojax.core.decoding.sampling import Sampling, transform_logits
 from grpojax.core.meshes import constrain, sample_cuts
 from grpojax.core.packing import flat_tokens
-from grpojax.core.packing.flat_tokens import FlatTokens
-from grpojax.core.types import LM, ForwardOutput, Params
+from grpojax.core.types import LM, ForwardOutput, Params, Tokens
 
 CHUNK = 256  # default, as a pure function does not know the device's memory
 
@@ -38,34 +37,24 @@ class Reference(NamedTuple):
 
 
 def completion_hidden(
-  lm: LM,
-  params: Params,
-  prompt_ids: Int[Array, "B P"],
-  prompt_mask: Bool[Array, "B P"],
-  ids: Int[Array, "n G S"],
-  positions: Int[Array, "n G S"] | None = None,
-  segments: Int[Array, "n G S"] | None = None,
-  flat: FlatTokens | None = None,
-  load_weights: tuple[Array, Array] | None = None,
-  replayed: tuple[Array, Array] | None = None,
+  lm: LM, params: Params, tokens: Tokens
 ) -> tuple[Float[Array, "*tokens D"], Any]:
   """Returns the states that predict completion tokens, and the experts' load.
 
   A token is predicted by the state of the token before it; the first token of a
   completion (position 0) by the state of the last prompt token. States are [B,
-  G, S, D] or, if `flat`, [C, 1, N, D]; the load is None without `load_weights`.
+  G, S, D] or, if flat, [C, 1, N, D]; the load is None without load weights.
   """
-  options = dict(positions=positions, segments=segments)
-  optional = dict(flat=flat, load_weights=load_weights, replayed=replayed)
-  options |= {name: x for name, x in optional.items() if x is not None}
+  positions = tokens.positions
+  flat = tokens.flat
   load = None
   if lm.forward is not None:
-    output = lm.forward(params, prompt_ids, prompt_mask, ids, **options)
-    last, hidden, load = ForwardOutput(*output)
+    last, hidden, load = ForwardOutput(*lm.forward(params, tokens))
   else:
-    prefix = lm.prefill(params, prompt_ids, prompt_mask)
+    prefix = lm.prefill(params, tokens.prompt_ids, tokens.prompt_mask)
     last = prefix.last_hidden
-    hidden = lm.extend(params, prefix, ids, **options)[0]
+    options = dict(positions=positions, segments=tokens.segments)
+    hidden = lm.extend(params, prefix, tokens.ids, **options)[0]
   # Shift the states by one token; a completion begins with its prompt's state.
   first = last[:, None, None]
   if flat is not None:
@@ -263,27 +252,19 @@ def token_logprobs(
   Both are float32, and computed on padding too: mask them. Options are those of
   `logprobs_and_load`, such as `sampling` and `chunk_size`.
   """
-  scored = logprobs_and_load(
-    lm, params, prompt_ids, prompt_mask, ids, **options
-  )
+  tokens = Tokens(prompt_ids, prompt_mask, ids)
+  scored = logprobs_and_load(lm, params, tokens, **options)
   return scored.logprobs, scored.entropy
 
 
 def logprobs_and_load(
   lm: LM,
   params: Params,
-  prompt_ids: Int[Array, "B P"],
-  prompt_mask: Bool[Array, "B P"],
-  ids: Int[Array, "n G S"],
-  load_weights: tuple[Array, Array] | None = None,
+  tokens: Tokens,
   *,
   sampling: Sampling = Sampling(),
   chunk_size: int = 0,
-  positions: Int[Array, "n G S"] | None = None,
-  segments: Int[Array, "n G S"] | None = None,
   entropy_gradient: bool = False,
-  flat: FlatTokens | None = None,
-  replayed: tuple[Array, Array] | None = None,
   reference: Reference | None = None,
 ) -> TokenLogprobs:
   """Computes log-probabilities, entropies and the load of experts, if any.
@@ -293,27 +274,22 @@ def logprobs_and_load(
   pass. So they take a few float32 arrays [chunk_size, V]. `sampling` is the
   distribution of the tokens; the reference has its temperature, but no top_k,
   top_p and min_p.
-  `positions` and `segments` are as in `LM.extend`, `load_weights` and
-  `replayed` (experts) as in `LM.has_experts`. With `flat`, an index of the real
-  tokens (see `LM.forward`), `segments` count the samples of all prompts on a
-  device, and n counts packed rows; without it n is B.
 
   Returns float32 arrays [B, G, S] or, of flat tokens, [C, 1, N]. ValueError for
   a negative chunk_size or wrong prompts (`arguments.check_read_prompts`).
   """
-  check_read_prompts(lm, params, prompt_ids, prompt_mask)
+  check_read_prompts(lm, params, tokens.prompt_ids, tokens.prompt_mask)
   if chunk_size < 0:
     raise ValueError(f"chunk_size={chunk_size} must be at least 0")
   lm, params = lm.prepared(params, longest=None)
-  tokens = prompt_ids, prompt_mask, ids
   # Transformer: the states that predict each token, [B, G, S, D] or flat.
-  hidden, load = completion_hidden(
-    lm, params, *tokens, positions, segments, flat, load_weights, replayed
-  )
-  if flat is not None:
-    ids = flat_tokens.flatten(ids, flat.rows)
+  hidden, load = completion_hidden(lm, params, tokens)
+  ids = tokens.ids
+  if tokens.flat is not None:
+    rows = tokens.flat.rows
+    ids = flat_tokens.flatten(ids, rows)
     if reference is not None:
-      ref_hidden = flat_tokens.flatten(reference.hidden, flat.rows)
+      ref_hidden = flat_tokens.flatten(reference.hidden, rows)
       reference = reference._replace(hidden=ref_hidden)
   # Head: `kl` is empty without a reference.
   logprobs, entropy, *kl = _in_chunks(

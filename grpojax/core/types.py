@@ -22,6 +22,7 @@ their fields are not type-checked at run time.
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -45,6 +46,40 @@ class Prefix:
   length: Int[Array, "B"]  # number of real tokens of each prompt
   state: Any  # other inputs of `LM.extend`, such as keys and values
   experts: Integer[Array, "B P X"] | None = None  # of the tokens, if recorded
+
+
+@typing.no_type_check
+@struct.dataclass
+class Tokens:
+  """Prompts and the completion tokens of a forward pass over both.
+
+  Fields that are None are not used. The other fields of completions have the
+  shape of `ids`, whose rows are completions or packed (`packing`).
+
+  Attributes:
+    ids: tokens of completions, a group of G per prompt.
+    positions: places in the completion; None means 0, 1, ...
+    segments: numbers of the completions that share a row.
+    load_weights: weight of each token in the experts' load, which is computed
+      only if weights are present.
+    experts: experts to use in place of the routers' choice, X numbers per
+      token, layer by layer; a number out of range makes the token NaN.
+    prompt_load_weights: weights of the prompts' tokens.
+    prompt_experts: experts of the prompts' tokens.
+    flat: a `flat_tokens.FlatTokens` of prompts [B, P] and rows [n, 1, S], one
+      prompt per row (then B is n in all fields of completions).
+  """
+
+  prompt_ids: Int[Array, "B P"]
+  prompt_mask: Bool[Array, "B P"]
+  ids: Int[Array, "B G S"]
+  positions: Int[Array, "B G S"] | None = None
+  segments: Int[Array, "B G S"] | None = None
+  load_weights: Float[Array, "B G S"] | None = None
+  experts: Integer[Array, "B G S X"] | None = None
+  prompt_load_weights: Float[Array, "B P"] | None = None
+  prompt_experts: Integer[Array, "B P X"] | None = None
+  flat: Any = None
 
 
 class ExtendOutput(NamedTuple):
@@ -92,18 +127,12 @@ class LM(NamedTuple):
       positions, gathering of split parameters). It prepares for a rollout of at
       most `longest` tokens per row, prompt included, in `Sampling.formats`; if
       `longest` is None, for a forward pass over whole completions.
-    forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
-      segments=None, flat=None) -> ForwardOutput`, or None: `prefill` and
-      `extend` (without a cache) in one. `flat` is a `flat_tokens.FlatTokens` of
-      prompts [B, P] and rows [n, 1, S], one prompt per row; `hidden` is then
-      [C, 1, N, D], the rows' real tokens, else [B, G, S, D].
-    has_experts: True for a mixture of experts, whose functions take more
-      options. `prefill` and `extend` (with a cache) return the experts of each
-      token if `record=True`: X numbers, layer by layer. `forward` takes
-      `load_weights=(of prompts [B, P], of completions [B, G, S])` of tokens and
-      returns the load, and `replayed=(of prompts [B, P, X], of completions [B,
-      G, S, X])` experts to use in place of the routers' choice; a number out of
-      range makes the token NaN.
+    forward: `(params, tokens: Tokens) -> ForwardOutput`, or None: `prefill` and
+      `extend` (without a cache) in one. `hidden` is [B, G, S, D] or, with
+      `Tokens.flat`, [C, 1, N, D], the rows' real tokens.
+    has_experts: True for a mixture of experts. Its `prefill` and `extend` (with
+      a cache) return the experts of each token if `record=True` (`recording`),
+      and its `forward` reads the load weights and experts of `Tokens`.
     forward_mode: the same model for `jax.jvp`; None if this model supports it.
     draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
       sampling.Parts [B, G, n]`, tokens drawn without storing logits, or None.
@@ -134,6 +163,26 @@ class LM(NamedTuple):
         )
       return self, params
     return self.prepare(params, longest, **formats)
+
+  def recording(self) -> "LM":
+    """Returns this model, whose rollouts record the experts of each token.
+
+    ValueError without experts.
+    """
+    if not self.has_experts:
+      raise ValueError(
+        "only a model with experts (LM.has_experts) records them"
+      )
+
+    def prepare(params, longest, **formats):
+      lm, params = self.prepared(params, longest=longest, **formats)
+      return lm if longest is None else lm.recording(), params
+
+    return self._replace(
+      prefill=functools.partial(self.prefill, record=True),
+      extend=functools.partial(self.extend, record=True),
+      prepare=prepare,
+    )
 
 
 @typing.no_type_check
@@ -216,6 +265,17 @@ class Rollout:
       return self.completion_mask
     return self.completion_mask & (self.turns >= 0)
 
+  @property
+  def tokens(self) -> Tokens:
+    """The tokens of a forward pass, with the recorded experts if any."""
+    return Tokens(
+      self.prompt_ids,
+      self.prompt_mask,
+      self.completion_ids,
+      experts=self.experts,
+      prompt_experts=self.prompt_experts,
+    )
+
 
 @typing.no_type_check
 @struct.dataclass
@@ -251,6 +311,8 @@ class Batch:
   experts: Integer[Array, "B G T X"] | None = None
   prompt_experts: Integer[Array, "B P X"] | None = None
   ref_hidden: Float[Array, "B G T R"] | None = None
+
+  tokens = Rollout.tokens
 
 
 @typing.no_type_check

@@ -1,8 +1,9 @@
 """Policy update: optimizer steps on the gradients of a rollout's loss.
 
-batch --draw_orders--> epochs x minibatches --minibatch_gradient--> state
+batch --draw_orders--> epochs x minibatches --gradient, optimizer--> state
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import optax
 from grpojax.core.advantages import OF_SUBSETS
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.gradients import (
+  Gradient,
   LossTerms,
   Metrics,
   in_float32,
@@ -122,7 +124,21 @@ def off_policy_conflicts(
   return reasons
 
 
-def _apply(tx, state: TrainState, grads, max_grad_norm: float):
+def _gradients(
+  terms: LossTerms, options: UpdateOptions, state: TrainState, batch: Batch
+) -> Gradient:
+  """Returns the gradient of a minibatch's loss at the state's parameters."""
+  objective = terms.objective
+  control = state.extras.get(entropy.NAME)
+  coefficient = entropy.coefficient(objective, control)
+  weighting = weighting_fn(objective, batch.completion_ids.shape[-1])
+  weights = weighting(batch.completion_mask)
+  return minibatch_gradient(
+    state.params, terms, batch, weights, options.micro_batches, coefficient
+  )
+
+
+def _step_optimizer(tx, state: TrainState, grads, max_grad_norm: float):
   """Applies an optimizer update, or skips it if a gradient is not finite.
 
   Clips gradients in float32 or better, then casts them to the weights' dtypes.
@@ -156,6 +172,87 @@ def read_by_update(state: TrainState) -> TrainState:
   """Returns the part of a state that an update reads and changes."""
   extras = {k: x for k, x in state.extras.items() if k == entropy.NAME}
   return state.replace(extras=extras, pending=None)
+
+
+def apply_gradients(
+  tx: optax.GradientTransformation,
+  objective: Objective,
+  options: UpdateOptions,
+  state: TrainState,
+  gradient: Gradient,
+) -> tuple[TrainState, dict[str, Metrics]]:
+  """Applies one optimizer update, and adapts the entropy bonus if it is set to.
+
+  Returns the state, and metrics grouped by their reduction over updates, a name
+  in `OVER_UPDATES`. The state's counters of steps and prompts stay the same.
+  """
+  control = state.extras.get(entropy.NAME)
+  coefficient = entropy.coefficient(objective, control)
+  grads = gradient.grads
+  state, applied = _step_optimizer(tx, state, grads, options.max_grad_norm)
+  metrics = [{"mean": {"loss": gradient.loss}}, gradient.metrics, applied]
+  if objective.has_entropy_bonus:
+    logged = {"entropy_coefficient": jnp.asarray(coefficient)}
+    metrics.append({"mean": logged})
+    # Without tokens there is no entropy.
+    skip = applied["sum"]["skipped_updates"] | gradient.no_tokens
+    if control is not None:
+      mean = jnp.sum(gradient.mean_entropy)
+      control = entropy.adapt(objective, control, mean, skip)
+      extras = {**state.extras, entropy.NAME: control}
+      state = state.replace(extras=extras)
+  return state, {
+    reduction: {
+      k: v for part in metrics for k, v in part.get(reduction, {}).items()
+    }
+    for reduction in OVER_UPDATES
+  }
+
+
+def make_gradients(
+  lm: LM,
+  objective: Objective = Objective(),
+  options: UpdateOptions = UpdateOptions(),
+  sampling: Sampling = Sampling(),
+  ref_lm: LM | None = None,
+) -> Callable[..., Gradient]:
+  """Makes the gradient of a batch's loss, without the optimizer.
+
+  Arguments, errors and metrics are those of `make_update`; the batch is one
+  minibatch. Change `Gradient.grads`, say by adding another loss's gradient, and
+  give it to `apply_gradients`.
+
+  Returns a pure `gradients(state, batch, ref_params=None) -> Gradient`.
+  """
+  terms_for = _make_terms(lm, objective, options, sampling, ref_lm)
+
+  def gradients(state: TrainState, batch: Batch, ref_params=None) -> Gradient:
+    _check_batch(batch, dataclasses.replace(options, minibatches=1))
+    return _gradients(terms_for(batch, ref_params), options, state, batch)
+
+  return gradients
+
+
+def _make_terms(
+  lm: LM,
+  objective: Objective,
+  options: UpdateOptions,
+  sampling: Sampling,
+  ref_lm: LM | None,
+) -> Callable[..., LossTerms]:
+  """Checks the options, and makes `(batch, ref_params) -> LossTerms`."""
+  conflicts = off_policy_conflicts(objective, options, sampling).items()
+  refuse([f"{k} = {getattr(objective, k)!r}: {why}" for k, why in conflicts])
+  plain = LossTerms(lm, objective, sampling, options.chunk_size)
+
+  def terms_for(batch: Batch, ref_params: Params | None) -> LossTerms:
+    # Without the reference there is no KL, and the loss raises an error.
+    missing = ref_params is None or batch.ref_hidden is None
+    if missing or not objective.has_exact_kl:
+      return plain
+    return plain.with_reference(ref_lm or lm, ref_params, batch.ref_hidden)
+
+  return terms_for
 
 
 def make_update(
@@ -192,47 +289,16 @@ def make_update(
   experts; when called, if minibatches do not divide B, and for several updates
   without old log-probabilities.
   """
-  conflicts = off_policy_conflicts(objective, options, sampling).items()
-  refuse([f"{k} = {getattr(objective, k)!r}: {why}" for k, why in conflicts])
-  plain = LossTerms(lm, objective, sampling, options.chunk_size)
-
-  def update_minibatch(terms: LossTerms, state: TrainState, batch: Batch):
-    # Gradient over the whole minibatch, then one optimizer update
-    control = state.extras.get(entropy.NAME)
-    coefficient = entropy.coefficient(objective, control)
-    weighting = weighting_fn(objective, batch.completion_ids.shape[-1])
-    weights = weighting(batch.completion_mask)
-    gradient = minibatch_gradient(
-      state.params, terms, batch, weights, options.micro_batches, coefficient
-    )
-    state, applied = _apply(tx, state, gradient.grads, options.max_grad_norm)
-    # Metrics, grouped by their reduction over updates
-    metrics = [{"mean": {"loss": gradient.loss}}, gradient.metrics, applied]
-    if terms.has_bonus:
-      logged = {"entropy_coefficient": jnp.asarray(coefficient)}
-      metrics.append({"mean": logged})
-      no_tokens = ~jnp.any(batch.completion_mask)  # hence no entropy
-      mean = jnp.sum(gradient.mean_entropy)
-      skip = applied["sum"]["skipped_updates"] | no_tokens
-      if control is not None:
-        control = entropy.adapt(objective, control, mean, skip)
-        extras = {**state.extras, entropy.NAME: control}
-        state = state.replace(extras=extras)
-    return state, {
-      reduction: {
-        k: v for part in metrics for k, v in part.get(reduction, {}).items()
-      }
-      for reduction in OVER_UPDATES
-    }
+  terms_for = _make_terms(lm, objective, options, sampling, ref_lm)
 
   def update(state: TrainState, batch: Batch, ref_params: Params | None = None):
     _check_batch(batch, options)
-    terms = plain
-    # Without the reference there is no KL, and the loss raises an error.
-    missing = ref_params is None or batch.ref_hidden is None
-    if objective.has_exact_kl and not missing:
-      terms = plain.with_reference(ref_lm or lm, ref_params, batch.ref_hidden)
-    step_minibatch = functools.partial(update_minibatch, terms)
+    terms = terms_for(batch, ref_params)
+
+    def step_minibatch(state: TrainState, batch: Batch):
+      gradient = _gradients(terms, options, state, batch)
+      return apply_gradients(tx, objective, options, state, gradient)
+
     epochs = options.epochs
     minibatches = options.minibatches
 

@@ -16,12 +16,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.meshes import constrain, runs_kernels, sample_cuts
 from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
-from grpojax.core.types import ExtendOutput, ForwardOutput, Params, Prefix
+from grpojax.core.types import (
+  ExtendOutput,
+  ForwardOutput,
+  Params,
+  Prefix,
+  Tokens,
+)
 from grpojax.models import block, decode_attention, layer_stacks, moe
 from grpojax.models import cache as cache_lib
 from grpojax.models.attention import rms_norm
@@ -351,37 +357,36 @@ class Passes:
   def forward(
     self,
     params: Params,
-    prompt_ids: Int[Array, "B P"],
-    prompt_mask: Bool[Array, "B P"],
-    ids: Int[Array, "n G S"],
-    positions: Int[Array, "n G S"] | None = None,
-    segments: Int[Array, "n G S"] | None = None,
-    flat: FlatTokens | None = None,
-    *,
-    load_weights: tuple[Float[Array, "B P"], Float[Array, "n G S"]]
-    | None = None,
-    replayed: tuple[Integer[Array, "B P X"], Integer[Array, "n G S X"]]
-    | None = None,
+    tokens: Tokens,
   ) -> ForwardOutput:
     """Returns hidden states of prompts and whole completions, for training.
 
-    The load counts the routers' own choices, even if experts are `replayed`.
+    The load counts the routers' own choices, even if experts are replayed.
     """
     config = self.config
     params = cast(params, self.dtype)
+    prompt_ids = tokens.prompt_ids
+    prompt_mask = tokens.prompt_mask
+    ids = tokens.ids
+    flat = tokens.flat
+    positions = tokens.positions
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
     row_prompts = prompt_mask if flat is None else flat.of_rows(prompt_mask)
     positions = _lengths(row_prompts)[:, None, None] + positions
     attention = self.row_attention
     prompts = _prompt_context(config, prompt_mask, attention)
-    rows = _row_context(config, positions, segments, row_prompts, attention)
+    rows = _row_context(
+      config, positions, tokens.segments, row_prompts, attention
+    )
     # Prompts are groups of one: [B, P] -> [B, 1, P].
-    if load_weights is not None:
-      prompts = prompts._replace(routing=Routing(load_weights[0][:, None]))
-      rows = rows._replace(routing=Routing(load_weights[1]))
-    if replayed is not None:
-      replayed = replayed[0][:, None], replayed[1]
+    if tokens.load_weights is not None:
+      weights = tokens.prompt_load_weights[:, None]
+      prompts = prompts._replace(routing=Routing(weights))
+      rows = rows._replace(routing=Routing(tokens.load_weights))
+    replayed = None
+    if tokens.experts is not None:
+      replayed = tokens.prompt_experts[:, None], tokens.experts
 
     # Embed the tokens, as two arrays or joined to flat tokens.
     if flat is None:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from grpojax.core.ends import Ends, StopTable
+from grpojax.core.objective import Objective
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
@@ -177,6 +178,13 @@ def jit(
   # Logs and profiles show the name, which a partial function lacks.
   call.__name__ = getattr(function, "func", function).__name__
   return functools.partial(jax.jit(call, **options), policy.frozen)
+
+
+def sampled_by(policy: Policy, objective: Objective) -> Policy:
+  """Returns the policy for rollouts, which records experts to be replayed."""
+  if not objective.router_replay:
+    return policy
+  return policy._replace(lm=policy.lm.recording())
 
 
 def lower(

@@ -93,11 +93,9 @@ def check_forward(mesh_, lm, params, drawn, layout):
     samples = Rollout(*prompts, ids, None, None, None)
     split = packing.split(samples, layout)
     samples, _, packed = jax.tree.map(lambda x: x[0], split)
-    prompts = samples.prompt_ids, samples.prompt_mask
-    ids = samples.completion_ids
 
     def total(params):
-      args = lm, params, *prompts, ids, packed
+      args = lm, params, samples.tokens, packed
       return jnp.sum(packed_logprobs.completion_logprobs(*args)[0])
 
     return jax.grad(total)(params)

@@ -9,7 +9,7 @@ import pytest
 
 from grpojax.core.decoding.sampling import Sampling, sample, transform_logits
 from grpojax.core.logprobs import Reference, logprobs_and_load, token_logprobs
-from grpojax.core.types import LM, Prefix
+from grpojax.core.types import LM, Prefix, Tokens
 
 RNG = np.random.default_rng(0)
 B = 2
@@ -54,7 +54,8 @@ def with_gradient(lm, params, ids, **options):
   """Returns a weighted sum of log-probabilities and terms, with gradient."""
 
   def objective(params):
-    actual = logprobs_and_load(lm, params, PROMPTS, PROMPT_MASK, ids, **options)
+    tokens = Tokens(PROMPTS, PROMPT_MASK, ids)
+    actual = logprobs_and_load(lm, params, tokens, **options)
     total = jnp.sum(jnp.sin(jnp.arange(ids.size)) * actual.logprobs.ravel())
     if options.get("entropy_gradient"):
       total += actual.entropy.sum()

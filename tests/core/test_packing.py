@@ -300,9 +300,8 @@ def differentiate(lm, params, samples, layout):
 
   def objective(params):
     options = {"sampling": Sampling(temperature=0.7), "chunk_size": 5}
-    prompts = samples.prompt_ids, samples.prompt_mask
     both = packed_logprobs.completion_logprobs(
-      lm, params, *prompts, samples.completion_ids, rows, **options
+      lm, params, samples.tokens, rows, **options
     )[:2]
     if layout is not None:
       both = [packing.join(x[None], layout, (B, G)) for x in both]
@@ -354,8 +353,7 @@ def test_prompts_longer_than_planned_give_nan(tiny):
     samples = Rollout(prompts, mask, ids, None, None, None)
     parts = packing.split(samples, layout)
     part, _, rows = jax.tree.map(lambda x: x[0], parts)
-    tokens = part.prompt_ids, part.prompt_mask, part.completion_ids
-    args = tiny.lm, tiny.params, *tokens, rows
+    args = tiny.lm, tiny.params, part.tokens, rows
     return packed_logprobs.completion_logprobs(*args)[0]
 
   real = np.arange(8) < lengths[..., None]

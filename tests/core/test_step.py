@@ -20,7 +20,12 @@ from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
 from grpojax.core.rollout import rollout
 from grpojax.core.step import init_state, make_grpo_step, rollout_metrics
 from grpojax.core.types import Batch, Prompts, Rollout
-from grpojax.core.update import UpdateOptions, make_update
+from grpojax.core.update import (
+  UpdateOptions,
+  apply_gradients,
+  make_gradients,
+  make_update,
+)
 from grpojax.models.transformer import transformer
 
 KEY = jax.random.key(8)
@@ -126,6 +131,26 @@ def test_epochs_and_minibatches_equal_a_plain_loop(tabular):
   assert_allclose(metrics["ratio_max"], ratio_max.max(), rtol=1e-4)
   assert (state.step, state.prompts_consumed, state.skipped) == (8, 4, 0)
   assert (jax.random.key_data(state.key) == jax.random.key_data(KEY)).all()
+
+
+def test_gradients_may_be_changed_before_they_are_applied(tabular):
+  """Adds the gradient of half the squared parameters, the parameters."""
+  lm, table, batch = make_case(tabular)
+  objective = Objective(beta=0.1)
+  tx = optax.sgd(0.5)
+  options = UpdateOptions(micro_batches=2)
+  gradients = jax.jit(make_gradients(lm, objective, options))
+  state = init_state(table, tx, KEY)
+  gradient = gradients(state, batch)
+  (loss, _), want = plain_gradient(table, batch, 0.1, tabular)
+  assert_allclose(gradient.loss, loss, rtol=1e-5)
+  assert_allclose(gradient.grads, want, atol=1e-6)
+  gradient = gradient._replace(grads=gradient.grads + table)
+  new, metrics = apply_gradients(tx, objective, options, state, gradient)
+  assert_allclose(new.params, table - 0.5 * (want + table), atol=1e-6)
+  norm = np.linalg.norm(want + table)
+  assert_allclose(metrics["mean"]["grad_norm"], norm, rtol=1e-5)
+  assert metrics["sum"]["skipped_updates"] == new.skipped == 0
 
 
 @pytest.mark.slow

@@ -2,16 +2,13 @@
 
 import functools
 import math
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from run_helpers import output_of
 
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.rollout import rollout
@@ -36,7 +33,6 @@ NEW_FEATURES = dict(  # of OLMo, Granite, Phi, Ministral and SmolLM
   local_layers=(True, False),
   local_rope=Rope(**NEW_ROPE | {"factor": math.inf, "beta_fast": None}),
 )
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def config_with(**changes):
@@ -77,16 +73,7 @@ def assert_close(got, want, **tolerances):
 
 def run_python(devices, *arguments):
   """Runs a program in a process with so many CPU devices."""
-  changes = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(
-    [sys.executable, *map(str, arguments)],
-    env=os.environ | changes | {"PYTHONPATH": str(ROOT)},
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stderr[-4000:]
+  output_of(*arguments, JAX_NUM_CPU_DEVICES=str(devices))
 
 
 def torch_model(path, kind, noise, **values):

@@ -10,7 +10,8 @@ import pytest
 from small_models import assert_close, config_with
 from small_models import normal as normal_of
 
-from grpojax.core.logprobs import token_logprobs
+from grpojax.core.logprobs import logprobs_and_load
+from grpojax.core.types import Tokens
 from grpojax.models import block_attention as block_lib
 from grpojax.models import kernel_attention as kernel_lib
 from grpojax.models import passes
@@ -261,13 +262,14 @@ def test_models_with_long_rows_equal_plain_ones(attention, monkeypatch):
   ids = jnp.asarray(RNG.integers(0, 17, (2, 2, length)))
   mask = jnp.arange(length) < jnp.array([[length], [131]])
   places = np.concatenate([np.arange(n) for n in parts])
-  packed = {
-    "positions": jnp.broadcast_to(places, ids.shape),
-    "segments": jnp.broadcast_to(np.repeat(np.arange(2), parts), ids.shape),
-  }
+  packed = Tokens(
+    *(ids[:, 0], mask, ids),
+    positions=jnp.broadcast_to(places, ids.shape),
+    segments=jnp.broadcast_to(np.repeat(np.arange(2), parts), ids.shape),
+  )
 
   def total(params):
-    logprobs, _ = token_logprobs(lm, params, ids[:, 0], mask, ids, **packed)
+    logprobs = logprobs_and_load(lm, params, packed).logprobs
     return jnp.sum(logprobs**2), logprobs
 
   def run():

@@ -16,7 +16,7 @@ from small_models import (
 
 from grpojax.core.losses.load_balancing import load_balancing_loss
 from grpojax.core.objective import Objective
-from grpojax.core.types import Batch
+from grpojax.core.types import Batch, Tokens
 from grpojax.core.update import make_update
 from grpojax.models import huggingface as hf
 from grpojax.models.moe import LAYER, matrices_of, mixture
@@ -91,10 +91,12 @@ def test_load_balancing_agrees_with_transformers(tmp_path):
   mask = jnp.arange(P)[None] < P - 1
 
   def ours(params):
-    weights = mask * 1.0, jnp.ones((1, 1, T))
-    *_, load = lm.forward(
-      params, prompt, mask, completion, load_weights=weights
+    tokens = Tokens(
+      *(prompt, mask, completion),
+      load_weights=jnp.ones((1, 1, T)),
+      prompt_load_weights=mask * 1.0,
     )
+    *_, load = lm.forward(params, tokens)
     return load_balancing_loss(load)
 
   value, gradient = jax.jit(jax.value_and_grad(ours))(params)
@@ -131,8 +133,12 @@ def by_rows(lm, params, batch, lengths):
   prompt_mask = rows(batch.prompt_mask)
   ids = batch.completion_ids.reshape(B * G, 1, T)[learned]
   mask = batch.completion_mask.reshape(B * G, 1, T)[learned]
-  weights = prompt_mask * 1.0, mask * 1.0
-  *_, load = lm.forward(params, prompts, prompt_mask, ids, load_weights=weights)
+  tokens = Tokens(
+    *(prompts, prompt_mask, ids),
+    load_weights=mask * 1.0,
+    prompt_load_weights=prompt_mask * 1.0,
+  )
+  *_, load = lm.forward(params, tokens)
   return load_balancing_loss(load)
 
 

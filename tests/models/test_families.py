@@ -15,6 +15,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from small_models import torch_model
 
+from grpojax.core.types import Tokens
 from grpojax.models import huggingface as hf
 
 V = 61
@@ -234,7 +235,9 @@ def ours(path, with_gradients):
   ids = jnp.asarray(COMPLETIONS)
 
   def score(params):
-    last, hidden, _ = lm.forward(params, jnp.asarray(PROMPTS), mask, ids)
+    last, hidden, _ = lm.forward(
+      params, Tokens(jnp.asarray(PROMPTS), mask, ids)
+    )
     first = lm.unembed(params, last)
     logits = lm.unembed(params, hidden)
     before = jnp.broadcast_to(first[:, None, None], logits[:, :, :1].shape)

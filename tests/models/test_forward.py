@@ -15,6 +15,7 @@ from small_models import config_with, prompts_of, random_params
 
 from grpojax.core.logprobs import completion_hidden
 from grpojax.core.meshes import AXES
+from grpojax.core.types import Tokens
 from grpojax.models import layer_stacks
 from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import Rope
@@ -35,9 +36,9 @@ CONFIG = config_with(  # every feature of a layer except experts
 )
 PROMPTS = prompts_of(RNG, (5, 2))
 IDS = jnp.asarray(RNG.integers(0, 11, (2, 2, 6)))
-BATCH = PROMPTS.prompt_ids, PROMPTS.prompt_mask, IDS
+BATCH = Tokens(PROMPTS.prompt_ids, PROMPTS.prompt_mask, IDS)
 # Two completions per row.
-PACKED = dict(
+PACKED = BATCH.replace(
   positions=jnp.broadcast_to(jnp.array([0, 1, 0, 1, 2, 3]), IDS.shape),
   segments=jnp.broadcast_to(jnp.array([0, 0, 1, 1, 1, 1]), IDS.shape),
 )
@@ -46,7 +47,7 @@ PARAMS = random_params(transformer(CONFIG))
 
 def with_gradient(lm, params=PARAMS, merge=lambda params: params):
   def total(params):
-    hidden, _ = completion_hidden(lm, merge(params), *BATCH, **PACKED)
+    hidden, _ = completion_hidden(lm, merge(params), PACKED)
     return jnp.sum(jnp.sin(hidden)), hidden
 
   grads, hidden = jax.jit(jax.grad(total, has_aux=True))(params)
@@ -98,7 +99,7 @@ def test_a_layer_is_gathered_twice_in_a_gradient(remat):
   mesh = AbstractMesh((1, 4, 1, 1), AXES, axis_types=types)
 
   def total(params):
-    return jnp.sum(completion_hidden(lm, params, *BATCH)[0])
+    return jnp.sum(completion_hidden(lm, params, BATCH)[0])
 
   with jax.sharding.use_abstract_mesh(mesh):
     jaxpr = jax.make_jaxpr(jax.grad(total))(PARAMS)
@@ -114,7 +115,7 @@ def test_only_shallow_models_are_unrolled():
     config = TransformerConfig(11, 8, layers, 2, 1, 4, 6)
     lm = transformer(config)
     params = jax.eval_shape(lm.init, jax.random.key(0))
-    jaxpr = jax.make_jaxpr(lambda p: lm.forward(p, *BATCH))(params)
+    jaxpr = jax.make_jaxpr(lambda p: lm.forward(p, BATCH))(params)
     return str(jaxpr).count("dot_general")
 
   shallow = layer_stacks.SHALLOW
@@ -129,7 +130,7 @@ def products(config, remat):
   params = jax.eval_shape(lm.init, jax.random.key(0))
 
   def total(params):
-    prefix = lm.prefill(params, *BATCH[:2])
+    prefix = lm.prefill(params, BATCH.prompt_ids, BATCH.prompt_mask)
     return jnp.sin(lm.extend(params, prefix, IDS)[0]).mean()
 
   return str(jax.make_jaxpr(jax.grad(total))(params)).count("dot_gen")
@@ -146,7 +147,8 @@ def test_each_policy_recomputes_more_than_the_one_before(tiny):
 
 
 def test_packed_decoding_and_an_unknown_remat_are_refused(tiny):
-  prefix = jax.jit(tiny.lm.prefill)(tiny.params, *BATCH[:2])
+  prompts = BATCH.prompt_ids, BATCH.prompt_mask
+  prefix = jax.jit(tiny.lm.prefill)(tiny.params, *prompts)
   cache = tiny.lm.init_cache(2, 2, 6)
   with pytest.raises(ValueError, match="no segments .for training"):
     tiny.lm.extend(tiny.params, prefix, IDS, cache, segments=IDS)

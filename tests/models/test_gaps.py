@@ -15,7 +15,7 @@ from grpojax.core.logprobs import (
   logprobs_and_load,
   token_logprobs,
 )
-from grpojax.core.types import Prompts
+from grpojax.core.types import Prompts, Tokens
 from grpojax.models import lora
 from grpojax.models.transformer import transformer
 
@@ -87,10 +87,10 @@ def test_values_and_gradients_equal_those_of_a_model_without_gaps():
 
   def values(lm, ids):
     def loss(params, other):
-      rows = PROMPTS.prompt_ids, PROMPTS.prompt_mask, ids
+      rows = Tokens(PROMPTS.prompt_ids, PROMPTS.prompt_mask, ids)
       read = functools.partial(logprobs_and_load, lm, entropy_gradient=True)
-      reference = Reference(lm, other, read(other, *rows).hidden)
-      scores = read(params, *rows, reference=reference)
+      reference = Reference(lm, other, read(other, rows).hidden)
+      scores = read(params, rows, reference=reference)
       values = scores.logprobs, scores.entropy, scores.kl
       return sum(jnp.sum(jnp.sin(x)) for x in values), values
 

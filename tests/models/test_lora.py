@@ -11,7 +11,7 @@ import pytest
 from small_models import normal, prompts_of
 
 from grpojax.core.logprobs import completion_hidden
-from grpojax.core.types import Rollout
+from grpojax.core.types import Rollout, Tokens
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
 from grpojax.models.layer_stacks import last_layers
@@ -67,7 +67,7 @@ def model(tmp_path_factory, request):
 
 def score(lm, params):
   """Returns the logits of completions, [B, G, T, V]."""
-  return lm.unembed(params, completion_hidden(lm, params, *BATCH)[0])
+  return lm.unembed(params, completion_hidden(lm, params, Tokens(*BATCH))[0])
 
 
 logits = jax.jit(score, static_argnums=0)

@@ -19,6 +19,7 @@ from small_models import assert_close, config_with, run_python
 
 from grpojax.core.losses.load_balancing import load_balancing_loss
 from grpojax.core.meshes import activation_spec, batch_sharding, make_mesh
+from grpojax.core.types import Tokens
 from grpojax.models import grouped, lora, moe, sharding
 from grpojax.models.moe import LAYER, matrices_of, mixture
 from grpojax.models.transformer import transformer
@@ -219,12 +220,15 @@ def check_models():
   batch = prompts, mask, ids
 
   def train(lm, params, prompts, mask, ids):
-    weights = mask * 1.0, jnp.ones(ids.shape)
+    tokens = Tokens(
+      *(prompts, mask, ids),
+      load_weights=jnp.ones(ids.shape),
+      prompt_load_weights=mask * 1.0,
+    )
 
     def hidden(params):
       model, params = lm.prepared(params, longest=None)
-      forward = functools.partial(model.forward, load_weights=weights)
-      _, y, load = forward(params, prompts, mask, ids)
+      _, y, load = model.forward(params, tokens)
       return y, load_balancing_loss(load)
 
     y, pull = jax.vjp(hidden, params)

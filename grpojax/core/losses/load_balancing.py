@@ -9,9 +9,9 @@ import typing
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from grpojax.core.types import Batch
+from grpojax.core.types import Tokens
 
 
 @typing.no_type_check
@@ -24,18 +24,18 @@ class ExpertLoad:
   count: Float[Array, ""]  # tokens times layers
 
 
-def load_weights(
-  batch: Batch,
-) -> tuple[Float[Array, "B P"], Float[Array, "B G T"]]:
-  """Weight of each token of prompts and completions in the experts' load.
+def with_load_weights(tokens: Tokens, mask: Bool[Array, "B G T"]) -> Tokens:
+  """Adds the weight of each token in the experts' load; `mask` is the loss's.
 
   A prompt's token counts once per completion in the loss, however a batch is
   split or packed. Observations have weight 0; importance weights are ignored.
   """
-  mask = batch.completion_mask
   learned = jnp.sum(jnp.any(mask, axis=-1), axis=-1, keepdims=True)
-  prompt_weights = batch.prompt_mask * learned
-  return prompt_weights.astype(jnp.float32), mask.astype(jnp.float32)
+  prompt_weights = tokens.prompt_mask * learned
+  return tokens.replace(
+    load_weights=mask.astype(jnp.float32),
+    prompt_load_weights=prompt_weights.astype(jnp.float32),
+  )
 
 
 def load_balancing_loss(

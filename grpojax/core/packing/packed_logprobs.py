@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Int, Shaped
 from grpojax.core.logprobs import Reference, TokenLogprobs, logprobs_and_load
 from grpojax.core.packing import Rows
 from grpojax.core.packing.flat_tokens import FlatTokens, by_device, find_tokens
-from grpojax.core.types import LM, Params
+from grpojax.core.rows import map_rows
+from grpojax.core.types import LM, Params, Tokens
 
 
 def _pack(
@@ -58,12 +59,9 @@ def _mask_idle_prompts(
 def completion_logprobs(
   lm: LM,
   params: Params,
-  prompt_ids: Int[Array, "B P"],
-  prompt_mask: Bool[Array, "B P"],
-  ids: Int[Array, "B G T"],
+  tokens: Tokens,
   rows: Rows | None = None,
-  load_weights: tuple[Array, Array] | None = None,
-  replayed: tuple[Array, Array] | None = None,
+  *,
   reference: Reference | None = None,
   **options: Any,
 ) -> TokenLogprobs:
@@ -73,31 +71,27 @@ def completion_logprobs(
   than planned; they do not support `jax.jvp`, and `LM.extend` gets `segments`.
   """
   if rows is None:
-    options |= {"replayed": replayed, "reference": reference}
-    return logprobs_and_load(
-      lm, params, prompt_ids, prompt_mask, ids, load_weights, **options
-    )
+    options["reference"] = reference
+    return logprobs_and_load(lm, params, tokens, **options)
   sizes = rows.sizes
-  _, g, t = ids.shape
+  shape = tokens.ids.shape
+  _, g, t = shape
   sample = rows.sample_of_token[:, None]
   position = rows.position_of_token[:, None]
   # Samples are numbered within their device, and so are their tokens.
   segments = rows.prompt_of_row[:, None, None] * g + sample
   addresses = jnp.where(sample < 0, -1, segments * t + position)
   addresses = addresses.reshape(sizes.devices, -1)
-  # Pack all arrays of tokens.
-  row_ids = _pack(ids, addresses, rows)
-  if load_weights is not None:
-    prompt_weights, token_weights = load_weights
-    token_weights = _pack(token_weights, addresses, rows)
-    load_weights = prompt_weights, jnp.where(sample >= 0, token_weights, 0.0)
-  if replayed is not None:
-    replayed = replayed[0], _pack(replayed[1], addresses, rows)
+
+  def pack_samples(x, *axes):
+    return _pack(x, addresses, rows) if "group" in axes else x
+
+  tokens = map_rows(pack_samples, tokens)
   if reference is not None:
     ref_hidden = _pack(reference.hidden, addresses, rows)
     reference = reference._replace(hidden=ref_hidden)
   # Unused copies must not take the room of other prompts.
-  prompt_mask = _mask_idle_prompts(prompt_mask, rows)
+  prompt_mask = _mask_idle_prompts(tokens.prompt_mask, rows)
   # If prompt tokens do not fit, results are NaN instead of silently wrong.
   on_device = prompt_mask.reshape(sizes.devices, -1)
   count = jnp.sum(on_device, axis=1, keepdims=True)
@@ -107,7 +101,7 @@ def completion_logprobs(
     find_tokens(sample >= 0, sizes.devices, sizes.tokens),
     by_device(rows.prompt_of_row, sizes.devices),
   )
-  prompts = prompt_ids, prompt_mask
+  prompts = tokens.prompt_ids, prompt_mask
   if lm.forward is None:
     # Without `LM.forward`, each row computes its own prompt, with padding.
     prompts = jax.tree.map(flat.of_rows, prompts)
@@ -120,17 +114,21 @@ def completion_logprobs(
     addresses = jnp.take_along_axis(
       addresses, flat.rows.place_of_token, axis=1, mode="fill", fill_value=-1
     )
-  options |= {"positions": position, "segments": segments}
-  options |= {"flat": flat, "replayed": replayed, "reference": reference}
-  scored = logprobs_and_load(
-    lm, params, *prompts, row_ids, load_weights, **options
+  prompt_ids, prompt_mask = prompts
+  tokens = tokens.replace(
+    prompt_ids=prompt_ids,
+    prompt_mask=prompt_mask,
+    positions=position,
+    segments=segments,
+    flat=flat,
   )
+  scored = logprobs_and_load(lm, params, tokens, reference=reference, **options)
 
   # Unpack the results, from rows or flat tokens; the load has no token axis.
   def to_samples(x):
     x = x.reshape(*addresses.shape, *x.shape[3:])
     x = jnp.where(fits.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
-    return _unpack(x, addresses, ids.shape)
+    return _unpack(x, addresses, shape)
 
   values = scored._replace(load=None)
   return jax.tree.map(to_samples, values)._replace(load=scored.load)

@@ -35,12 +35,7 @@ from grpojax.models.families import (
   qwen3_moe,
   smollm3,
 )
-from grpojax.models.huggingface import (
-  file_checksums,
-  gguf_file,
-  weights,
-  weights_out,
-)
+from grpojax.models.huggingface import gguf_file, weights, weights_out
 from grpojax.models.transformer import transformer
 
 FAMILIES = {
@@ -229,7 +224,6 @@ def load_params(
   and for weights that are not finite or do not fit config.json.
   """
   directory = resolve(path)
-  file_checksums.verify(directory)
   hf_config = read_config(directory, ignore_keys)
   leaves = layout(hf_config)
   file = directory / GGUF

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from grpojax.core.meshes import fetch
-from grpojax.models.huggingface import file_checksums
 from grpojax.models.huggingface.weights import (
   INDEX,
   SINGLE,
@@ -134,7 +133,6 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     for file in partial.iterdir():  # left by a killed process
       file.unlink()
     yield partial
-    file_checksums.write(partial)
     if os.path.lexists(path):  # a rename would replace an empty directory
       raise ValueError(exists)
     partial.rename(path)
