@@ -18,9 +18,9 @@ from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import Rope
 
-NEW_ROPE = dict(factor=4.0, beta_fast=2.0, attention_factor=1.2)
-NEW_ROPE |= dict(share=0.5, query_beta=0.5, original_length=5)
-NEW_FEATURES = dict(  # of OLMo, Granite, Phi, Ministral and SmolLM
+OTHER_ROPE = dict(factor=4.0, beta_fast=2.0, attention_factor=1.2)
+OTHER_ROPE |= dict(share=0.5, query_beta=0.5, original_length=5)
+OTHER_FEATURES = dict(  # of OLMo, Granite, Phi, Ministral and SmolLM
   wide_qk_norm=True,
   pre_norms=False,
   post_norms=True,
@@ -28,10 +28,10 @@ NEW_FEATURES = dict(  # of OLMo, Granite, Phi, Ministral and SmolLM
   residual_scale=0.4,
   attention_scale=0.3,
   logits_divisor=0.5,
-  rope=Rope(**NEW_ROPE),
+  rope=Rope(**OTHER_ROPE),
   # The first layer has no rotation, and no window.
   local_layers=(True, False),
-  local_rope=Rope(**NEW_ROPE | {"factor": math.inf, "beta_fast": None}),
+  local_rope=Rope(**OTHER_ROPE | {"factor": math.inf, "beta_fast": None}),
 )
 
 

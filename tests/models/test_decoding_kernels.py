@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from small_models import (
-  NEW_FEATURES,
+  OTHER_FEATURES,
   config_with,
   prompts_of,
   run_python,
@@ -205,7 +205,7 @@ def test_samples_equal_those_of_cpus(layers, format, platform):
 
 @pytest.mark.slow
 def test_kernels_serve_layers_without_rope_and_scaled_queries():
-  features = NEW_FEATURES | {"window": 0}
+  features = OTHER_FEATURES | {"window": 0}
   expected = sampled_on("cpu", **features)
   for platform in ("tpu", "gpu"):
     assert_same(sampled_on(platform, **features), expected)

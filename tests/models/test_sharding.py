@@ -15,7 +15,7 @@ from flax import traverse_util
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from small_models import (
-  NEW_FEATURES,
+  OTHER_FEATURES,
   assert_close,
   config_with,
   prompts_of,
@@ -156,7 +156,7 @@ def check_kernels(sizes, b, g, k, r):
 def check_features():
   """Features of a layer have the same gradients on a mesh."""
   sizes = dict(vocab_size=16, heads=4, kv_heads=2)
-  for features in (NEW_FEATURES, NEW_FEATURES | EXPERTS):
+  for features in (OTHER_FEATURES, OTHER_FEATURES | EXPERTS):
     lm = transformer(config_with(**sizes, **features))
     params = random_params(lm)
     rng = np.random.default_rng(0)
