@@ -42,12 +42,12 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
   try:
     chosen = [path for path in sorted(leaves) if re.fullmatch(targets, path)]
   except re.error as error:
-    raise ValueError(f"targets {targets!r} are invalid: {error}") from None
+    raise ValueError(f"lora.targets = {targets!r}: {error}") from None
   wrong = ", ".join(sorted(set(chosen) - set(matrices)))
   if wrong or not chosen:
     matched = f"{wrong}, not projections" if wrong else "nothing"
     raise ValueError(
-      f"targets {targets!r} match {matched}; matrices that may have adapters: "
+      f"lora.targets = {targets!r}: they match {matched}; choose from "
       f"{', '.join(matrices)}"
     )
   return {path: matrices[path] for path in chosen}
