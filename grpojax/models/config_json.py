@@ -327,7 +327,7 @@ def _yarn_attention(values: dict[str, Any]) -> float:
 
 
 def ropes_by_layer_type(
-  hf_config: dict[str, Any], local_theta: float
+  hf_config: dict[str, Any], local_theta: int | float
 ) -> dict[str, Any]:
   """Reads the rotary embeddings of global and of local layers.
 
