@@ -49,7 +49,9 @@ _SIZES = (
 ).split()
 _OPTIONAL_SIZES = (
   "num_key_value_heads head_dim moe_intermediate_size num_experts "
-  "num_local_experts num_experts_per_tok"
+  "num_local_experts num_experts_per_tok full_attention_interval "
+  "linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+  "linear_value_head_dim linear_conv_kernel_dim"
 ).split()
 _MOST_LAYERS = 2**16  # maximum of layers times experts
 _LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
@@ -107,21 +109,24 @@ _NEVER_IGNORED = re.compile(
 _VISION = (  # keys of config.json beside its text_config
   "text_config vision_config image_token_index image_token_id "
   "multimodal_projector_bias projector_hidden_act spatial_merge_size "
-  "vision_feature_layer"
+  "vision_feature_layer video_token_id vision_start_token_id "
+  "vision_end_token_id"
 ).split()
+_WITH_IMAGES = ("mistral3", "ministral3", "qwen3_5")
 _TEXT_MODELS = {
+  "qwen3_5_text": "Qwen3_5ForCausalLM",
   "mistral": "MistralForCausalLM",
   "ministral3": "Ministral3ForCausalLM",
 }
 
 
 def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Returns the config.json of the text model in mistral3; others unchanged.
+  """Returns the config.json of the text model in one that also reads images.
 
   Keys outside of text_config have priority, as in transformers.
   """
   text = hf_config.get("text_config")
-  if hf_config.get("model_type") not in ("mistral3", "ministral3") or not text:
+  if hf_config.get("model_type") not in _WITH_IMAGES or not text:
     return hf_config
   kind = text.get("model_type", "mistral")
   if kind not in _TEXT_MODELS:
@@ -297,8 +302,9 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
       f"config.json has rope_type={kind!r}; supported: {list(ROPE_KINDS)}"
     )
   theta = number("rope_theta", values.pop("rope_theta"))
-  if values.pop("partial_rotary_factor", 1.0) != 1.0:
-    raise ValueError("config.json: partial_rotary_factor must be 1.0")
+  share = number(
+    "partial_rotary_factor", values.pop("partial_rotary_factor", 1)
+  )
   if kind in ("llama3", "yarn"):
     values.setdefault("original_max_position_embeddings", length)
   others = {}
@@ -313,7 +319,7 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
   if lacking := ", ".join(sorted(set(fields) - set(values))):
     raise ValueError(f"the rope parameters in config.json lack {lacking}")
   numbers = {fields[name]: number(name, x) for name, x in values.items()}
-  return Rope(theta, **numbers, **others)
+  return Rope(theta, share=share, **numbers, **others)
 
 
 def _yarn_attention(values: dict[str, Any]) -> float:

@@ -26,7 +26,8 @@ from grpojax.models.huggingface import weights, weights_out
 
 # Matrices that may have adapters.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", *EXPERTS)
+LINEAR = ("linear_qkv", "linear_z", "linear_b", "linear_a", "linear_o")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", *LINEAR, *EXPERTS)
 
 
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:

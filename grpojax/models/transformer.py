@@ -174,7 +174,13 @@ def _for_decoding(
     return params
   if config.tied:
     params |= passes.cast(quantized({"head": params["embed"].T}), dtype)
-  return params | {"layers": layer_stacks.split(params["layers"], stacks)}
+  parts = layer_stacks.split(params["layers"], stacks)
+  if size := len(config.period):
+    parts = tuple(
+      layer_stacks.by_place(config, part, count // size)
+      for part, count in zip(parts, stacks, strict=True)
+    )
+  return params | {"layers": parts}
 
 
 def _for_training(
@@ -208,6 +214,8 @@ def _lm(
     init_cache=functools.partial(
       cache.create,
       layers=stacks,
+      linear=config.linear,
+      period=config.period,
       kv_heads=config.kv_heads,
       head_dim=config.head_dim,
       dtype=dtype,
@@ -261,10 +269,13 @@ def transformer(
   def decoder(cache_dtype):
     runs_on = platform or jax.default_backend()
     # In a loop over a stack, XLA:CPU may copy a layer for each token, and
-    # XLA:GPU copies all weights and caches. A stack per layer avoids this, but
+    # XLA:GPU copies all weights and caches. A stack per period avoids this, but
     # takes several times as long to compile.
     separate = config.layers <= layer_stacks.SHALLOW or runs_on == "gpu"
-    stacks = (1,) * config.layers if separate else (config.layers,)
+    size = len(config.period) or 1
+    stacks = (config.layers,)
+    if separate:
+      stacks = (size,) * (config.layers // size)
     decoding = passes.Passes(config, dtype, None, attend, runs_on)
     return _lm(decoding, stacks, in_8_bits=cache_dtype == "int8"), stacks
 

@@ -5,12 +5,14 @@ test_families.py compares the values with transformers.
 
 import copy
 import json
+import math
 
+import jax
 import pytest
 from small_models import config_with
 
 from grpojax.models import huggingface as hf
-from grpojax.models.config import check
+from grpojax.models.config import check, parameter_shapes
 from grpojax.models.rope import Rope
 
 BASE = dict(vocab_size=61, hidden_size=24, num_hidden_layers=8)
@@ -62,6 +64,8 @@ OLD = {
   "phi3": dict(rope_scaling=LONGROPE, original_max_position_embeddings=1024)
   | dict(max_position_embeddings=4096, sliding_window=262144),
   "mixtral": dict(rope_theta=2e6, num_local_experts=5, head_dim=16),
+  "qwen3_5_text": dict(head_dim=16, full_attention_interval=2)
+  | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e7}),
 }
 
 
@@ -85,6 +89,27 @@ def test_new_style_configs_read_like_old_ones(kind, complete):
   theirs = transformers.AutoConfig.for_model(**copy.deepcopy(old)).to_dict()
   new = {k: v for k, v in theirs.items() if not k.startswith("_name")}
   assert hf.to_transformer_config(new) == hf.to_transformer_config(old)
+
+
+def test_qwen3_5_has_the_parameters_of_its_model_card():
+  text = dict(model_type="qwen3_5_text", vocab_size=248320, hidden_size=1024)
+  text |= dict(intermediate_size=3584, num_hidden_layers=24, head_dim=256)
+  text |= dict(num_attention_heads=8, num_key_value_heads=2)
+  text |= dict(linear_num_value_heads=16, full_attention_interval=4)
+  text |= dict(attn_output_gate=True, mamba_ssm_dtype="float32")
+  rope = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
+  rope |= dict(mrope_interleaved=True, mrope_section=[11, 11, 10])
+  text |= dict(rope_parameters=rope, tie_word_embeddings=True)
+  config = hf.to_transformer_config(
+    {"model_type": "qwen3_5"} | dict(text_config=text)
+  )
+  shapes = jax.tree.leaves(
+    parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+  )
+  # As transformers counts those of Qwen3.5-0.8B without its vision model.
+  assert sum(map(math.prod, shapes)) == 752_393_024
+  assert config.rope == Rope(theta=1e7, share=0.25)
+  assert config.period == (True, True, True, False)
 
 
 REFUSED = [

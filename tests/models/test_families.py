@@ -20,6 +20,7 @@ from grpojax.models import huggingface as hf
 
 V = 61
 PLAIN = dict(rope_type="default", rope_theta=500.0)
+PARTIAL = dict(PLAIN, partial_rotary_factor=0.5)
 LINEAR = dict(rope_type="linear", rope_theta=100.0, factor=3.0)
 LLAMA3 = dict(PLAIN, rope_type="llama3", factor=8.0)
 LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
@@ -88,6 +89,21 @@ CONFIGS = {
     "gemma3_text",
     dict(UNTIED, head_dim=6, sliding_window=5, rope_parameters=None)
     | dict(final_logit_softcapping=4.0),
+  ),
+  "qwen3_5": (
+    "qwen3_5_text",
+    dict(TIED, num_hidden_layers=4, head_dim=8, rope_parameters=PARTIAL)
+    | dict(linear_num_key_heads=2, linear_num_value_heads=4)
+    | dict(linear_key_head_dim=6, linear_value_head_dim=5)
+    # A token's output may be almost 0, and its norm increases rounding errors.
+    | dict(rms_norm_eps=0.01),
+  ),
+  "qwen3_5_biases_untied": (
+    "qwen3_5_text",
+    dict(BIASES | UNTIED, head_dim=12, rope_parameters=PLAIN)
+    | dict(layer_types=["full_attention", "linear_attention"])
+    | dict(linear_num_key_heads=1, linear_num_value_heads=3)
+    | dict(linear_conv_kernel_dim=3, rms_norm_eps=0.01),
   ),
   "qwen3_moe_top2": (
     "qwen3_moe",
@@ -159,11 +175,11 @@ MIXTRAL_NAMES = (  # of transformers 5's modules, and of stored weights
 MARKS = {"qwen3": ()} | dict.fromkeys(
   "gemma2 qwen2_window llama3 llama_linear_biases mistral_window gemma3 "
   "qwen3_moe_top2 qwen2_yarn gemma smollm3 olmo3 granite_biases "
-  "granitemoehybrid ministral mistral3 phi3_longrope_tied mixtral_top2".split(),
+  "granitemoehybrid ministral mistral3 phi3_longrope_tied mixtral_top2 qwen3_5".split(),
   pytest.mark.slow,
 )
 # With biases, norms, windows and experts; compilation takes long.
-WITH_GRADIENTS = ("llama_linear_biases", "gemma3", "qwen3_moe_top2")
+WITH_GRADIENTS = "llama_linear_biases gemma3 qwen3_moe_top2 qwen3_5".split()
 P = 7
 G = 2
 T = 6
@@ -262,18 +278,18 @@ def ours(path, with_gradients):
 
 def by_their_names(path, tree):
   """Returns arrays by Hugging Face's names and in its layout."""
-  keys = hf.FAMILIES[hf.read_config(path)["model_type"]].KEYS
   arrays = flatten_dict(tree, sep="/")
+  hf_config = hf.read_config(path)
+  leaves = hf.layout(hf_config)
   parts = collections.defaultdict(list)
-  for path in keys:
+  for path in hf.FAMILIES[hf_config["model_type"]].KEYS:
     if path not in arrays:
       continue
-    name, transposed = keys[path]
-    matrices = name.count("{")
+    leaf = leaves[path]
     array = np.asarray(arrays[path])
-    for index in np.ndindex(array.shape[:matrices]):
-      full = name.format(**dict(zip(("layer", "expert"), index, strict=False)))
-      parts[full].append(array[index].T if transposed else array[index])
+    array = array.reshape(-1, *array.shape[leaf.stacked :])
+    for name, x in zip(leaf.names, array, strict=True):
+      parts[name].append(x.T if leaf.transposed else x)
   return {name: np.concatenate(x) for name, x in parts.items()}
 
 

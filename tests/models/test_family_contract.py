@@ -19,6 +19,8 @@ BIASES = {"attention_bias": True}
 EXPERTS = dict(moe_intermediate_size=6, num_experts=3, num_experts_per_tok=2)
 HYBRID = dict(layer_types=["attention"] * 2, num_local_experts=0)
 HYBRID["shared_intermediate_size"] = 6
+LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2, head_dim=8)
+LINEAR |= dict(full_attention_interval=2)
 UNTIED = {"tie_word_embeddings": False}
 # With biases, experts and an untied head.
 EXAMPLES = {
@@ -39,6 +41,7 @@ EXAMPLES = {
   "phi3": UNTIED,
   "qwen3_moe": BIASES | UNTIED | EXPERTS,
   "mixtral": UNTIED | {"num_local_experts": 3},
+  "qwen3_5_text": BIASES | UNTIED | LINEAR,
 }
 LABELS = {"architectures": ["XForSequenceClassification"], "num_labels": 1}
 
@@ -94,7 +97,8 @@ def test_a_family_fulfils_its_contract(kind, labels):
   assert {path: x.shape for path, x in params.items()} == shapes
   for path, x in params.items():
     is_vector = x.ndim - path.startswith("layers/") == 1
-    norm_scale = 0 if config.norm_offset else 1
+    offset = config.norm_offset and path != "layers/linear_norm"
+    norm_scale = 0 if offset else 1
     if is_vector:
       assert (x == (norm_scale if "norm" in path else 0)).all(), path
     else:
@@ -105,6 +109,7 @@ def test_a_family_fulfils_its_contract(kind, labels):
   targets = f"layers/({'|'.join(lora.PROJECTIONS)})"
   adaptable = lora.targets_of(abstract, targets)
   absent = {"gate", "up", "down"} if config.experts else set(lora.EXPERTS)
+  absent |= set() if config.linear else set(lora.LINEAR)
   expected = set(lora.PROJECTIONS) - absent
   assert adaptable.keys() == {f"layers/{name}" for name in expected}
   adapters = lora.init(abstract, jax.random.key(0), 2, "|".join(adaptable))
@@ -119,7 +124,8 @@ def test_families_refuse_unknown_keys_and_values(kind):
     read(mlp_multiplier=2.0)
   _, fixed, _ = config_json._keys(hf.FAMILIES[kind])
   assert fixed["qkv_bias"] == (kind == "qwen2")
-  assert fixed["use_qk_norm"] == (kind in ("qwen3", "qwen3_moe", "gemma3_text"))
+  with_norm = ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text")
+  assert fixed["use_qk_norm"] == (kind in with_norm)
   for key, value in fixed.items():
     assert read(**{key: value}) == read(), key
     message = "auto_map: " if key == "auto_map" else f"{key}=.*; only"

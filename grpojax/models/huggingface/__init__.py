@@ -1,6 +1,7 @@
 """Reads and writes Hugging Face model directories."""
 
 import collections
+import itertools
 import json
 import math
 import os
@@ -32,6 +33,7 @@ from grpojax.models.families import (
   phi3,
   qwen2,
   qwen3,
+  qwen3_5,
   qwen3_moe,
   smollm3,
 )
@@ -56,6 +58,7 @@ FAMILIES = {
   "phi3": phi3,
   "qwen3_moe": qwen3_moe,
   "mixtral": mixtral,
+  "qwen3_5_text": qwen3_5,
 }
 """Module of each family, by config.json's model_type.
 
@@ -196,9 +199,12 @@ def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:
     name, transposed = keys[path]
     part = (first[path], rows[name]) if rows[name] > shape[-1] else None
     axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
+    numbers = [range(size) for size in shape[: len(axes)]]
+    if axes:
+      numbers[0] = config.layers_with(path.removeprefix("layers/"))
     names = tuple(
       name.format(**dict(zip(axes, index, strict=True)))
-      for index in np.ndindex(shape[: len(axes)])
+      for index in itertools.product(*numbers)
     )
     leaves[path] = weights.Leaf(names, shape, len(axes), transposed, part)
   return leaves

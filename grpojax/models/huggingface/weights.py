@@ -144,6 +144,9 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   return {name: x for name, x in tensors.items() if is_placed(name, x)}
 
 
+_NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
+
+
 def text_part(tensors: dict[str, Stored]) -> dict[str, Stored]:
   """Returns a multimodal model's text tensors, by the text model's names.
 
@@ -153,7 +156,7 @@ def text_part(tensors: dict[str, Stored]) -> dict[str, Stored]:
   text = {}
   for name, x in tensors.items():
     name = name.removeprefix("model.")
-    if name.startswith(("vision_tower.", "multi_modal_projector.")):
+    if name.startswith(_NOT_TEXT):
       continue
     name = name.removeprefix("language_model.").removeprefix("model.")
     text[name if name.startswith("lm_head.") else f"model.{name}"] = x

@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 
 from grpojax.core.ends import Ends
+from grpojax.models.config_json import text_part
 from grpojax.models.huggingface import ASSETS, read_config
 from grpojax.models.huggingface.weights import read_json
 from grpojax.runtime.text import special_tokens as special_tokens_lib
@@ -358,7 +359,7 @@ def eos_ids(
   for name in ("generation_config.json", "config.json"):
     file = pathlib.Path(path) / name
     if not ids and file.is_file():
-      named = read_json(file).get("eos_token_id")
+      named = text_part(read_json(file)).get("eos_token_id")
       for token in named if isinstance(named, list) else [named]:
         if named is not None:
           ids.append(_eos_id(token, tokenizer, vocab_size, file))
