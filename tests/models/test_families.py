@@ -175,7 +175,8 @@ MIXTRAL_NAMES = (  # of transformers 5's modules, and of stored weights
 MARKS = {"qwen3": ()} | dict.fromkeys(
   "gemma2 qwen2_window llama3 llama_linear_biases mistral_window gemma3 "
   "qwen3_moe_top2 qwen2_yarn gemma smollm3 olmo3 granite_biases "
-  "granitemoehybrid ministral mistral3 phi3_longrope_tied mixtral_top2 qwen3_5".split(),
+  "granitemoehybrid ministral mistral3 phi3_longrope_tied mixtral_top2 "
+  "qwen3_5".split(),
   pytest.mark.slow,
 )
 # With biases, norms, windows and experts; compilation takes long.
