@@ -199,9 +199,9 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   sampling_mesh = meshes.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
   key = jax.eval_shape(lambda: seed_key(0))
   distribution = settings.sampling.distribution
+  sampled_by = policies.sampled_by(policy, settings.loss)
   sample = sampling.sampler_program(
-    *(settings, policy, run.group_size, distribution),
-    record_experts=settings.loss.router_replay,
+    settings, sampled_by, run.group_size, distribution
   )
   with jax.set_mesh(sampling_mesh):
     if name == "rollout":

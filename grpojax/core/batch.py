@@ -131,7 +131,7 @@ def _check_experts(lm: LM, rollout: Rollout) -> None:
   if any(x is None for x in recorded):
     raise ValueError(
       "router_replay = True: the rollout has no experts; record them with "
-      "rollout(..., record_experts=True)"
+      "rollout(lm.recording(), ...)"
     )
   ids = rollout.completion_ids, rollout.prompt_ids
   leading = [x.shape[:-1] for x in recorded]

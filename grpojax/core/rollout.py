@@ -15,7 +15,7 @@ from grpojax.core.arguments import (
   read_ends,
   read_rewards,
 )
-from grpojax.core.decoding import compaction
+from grpojax.core.decoding import compaction, experts
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.environment import Environment
 from grpojax.core.group_axis import present, varies
@@ -56,7 +56,6 @@ def rollout(
   budgets: Int[Array, "B G"] | None = None,
   first_prompt: Int[Array, ""] | int = 0,
   environment: Environment | None = None,
-  record_experts: bool = False,
 ) -> Rollout:
   """Samples a group of completions for each prompt.
 
@@ -64,7 +63,8 @@ def rollout(
   batch. Decoding stops as soon as every sample is done.
 
   Args:
-    lm: Model.
+    lm: Model; `lm.recording()` also records the experts of each token, for an
+      objective with `router_replay`.
     params: Its parameters.
     prompts: B prompts; a row without real tokens gets empty completions.
     key: Random key; the same key gives the same completions.
@@ -77,12 +77,10 @@ def rollout(
     first_prompt: Index of the first prompt in the whole batch, if `prompts` are
       a part of it: all parts together give the samples of the whole batch.
     environment: Environment that answers after each turn.
-    record_experts: Records the experts of each token in each layer, for an
-      objective with `router_replay`.
 
   Raises:
     ValueError: an argument is invalid (`arguments.check_read_prompts`,
-      `environment.checked`), or the model has no experts to record.
+      `environment.checked`).
   """
   if not isinstance(prompts, Prompts):
     raise TypeError(
@@ -106,9 +104,9 @@ def rollout(
   limit = loops.token_limits(prompts, jnp.minimum(limit, t_max))
   longest = prompts.prompt_ids.shape[1] + t_max
   lm, params = lm.prepared(params, longest=longest, **sampling.formats)
-  prefix, prompt_experts = loops.prefill(lm, params, prompts, record_experts)
+  prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
   setup = loops.Setup(lm, params, prefix, keys, limit, ends, sampling)
-  samples = loops.no_samples(limit, t_max, pad_id, ends, prompt_experts)
+  samples = loops.no_samples(limit, t_max, pad_id, ends, prefix)
   if environment:
     targets = prompts.targets
     # Trace the head to learn V: the environment's ids must be below it.
@@ -128,8 +126,8 @@ def rollout(
     completion_mask=jnp.arange(t_max)[None, None] < samples.length[..., None],
     logprobs=samples.logprobs,
     finished=samples.finished,
-    experts=loops.unpack_experts(samples.experts, prompt_experts),
-    prompt_experts=prompt_experts,
+    experts=experts.unpack(samples.experts, prefix),
+    prompt_experts=prefix.experts,
     # None without an environment.
     turns=episodes and episodes.turns,
     turn_rewards=episodes and episodes.rewards,

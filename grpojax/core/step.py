@@ -82,6 +82,7 @@ def make_grpo_step(
   """
   check_credit(credit, objective, environment is not None)
   update_policy = make_update(lm, tx, objective, update, sampling, ref_lm)
+  sampled_lm = lm.recording() if objective.router_replay else lm
 
   def step(state: TrainState, prompts: Prompts, ref_params=None):
     if objective.needs_reference and ref_params is None:
@@ -90,7 +91,7 @@ def make_grpo_step(
         "step(state, prompts, ref_params)"
       )
     samples = rollout(
-      lm,
+      sampled_lm,
       state.params,
       prompts,
       jax.random.fold_in(state.key, state.step),
@@ -100,7 +101,6 @@ def make_grpo_step(
       pad_id=pad_id,
       sampling=sampling,
       environment=environment,
-      record_experts=objective.router_replay,
     )
     arguments.check_end_ids(lm, state.params, prompts, eos_ids)
     rewards = arguments.call_reward(reward_fn, samples, prompts.targets)

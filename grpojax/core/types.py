@@ -22,6 +22,7 @@ their fields are not type-checked at run time.
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -130,8 +131,8 @@ class LM(NamedTuple):
       `extend` (without a cache) in one. `hidden` is [B, G, S, D] or, with
       `Tokens.flat`, [C, 1, N, D], the rows' real tokens.
     has_experts: True for a mixture of experts. Its `prefill` and `extend` (with
-      a cache) return the experts of each token if `record=True`, and its
-      `forward` reads the load weights and experts of `Tokens`.
+      a cache) return the experts of each token if `record=True` (`recording`),
+      and its `forward` reads the load weights and experts of `Tokens`.
     forward_mode: the same model for `jax.jvp`; None if this model supports it.
     draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
       sampling.Parts [B, G, n]`, tokens drawn without storing logits, or None.
@@ -162,6 +163,26 @@ class LM(NamedTuple):
         )
       return self, params
     return self.prepare(params, longest, **formats)
+
+  def recording(self) -> "LM":
+    """Returns this model, whose rollouts record the experts of each token.
+
+    ValueError without experts.
+    """
+    if not self.has_experts:
+      raise ValueError(
+        "only a model with experts (LM.has_experts) records them"
+      )
+
+    def prepare(params, longest, **formats):
+      lm, params = self.prepared(params, longest=longest, **formats)
+      return lm if longest is None else lm.recording(), params
+
+    return self._replace(
+      prefill=functools.partial(self.prefill, record=True),
+      extend=functools.partial(self.extend, record=True),
+      prepare=prepare,
+    )
 
 
 @typing.no_type_check

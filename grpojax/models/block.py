@@ -143,14 +143,17 @@ def _heads(
   c = config
   b, g, s, _ = y.shape
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
-  q = _project(y, layer, "q").reshape(b, g, s, c.heads, c.head_dim)
-  k = _project(y, layer, "k").reshape(b, g, s, c.kv_heads, c.head_dim)
-  v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
+  q, k, v = (_project(y, layer, name) for name in "qkv")
+  if c.wide_qk_norm:
+    q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
+  q, k, v = (x.reshape(b, g, s, -1, c.head_dim) for x in (q, k, v))
   if c.qk_norm:
     q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
   # Rotate in float32, then round to the dtype of products.
-  q, k = (rotate(x, table).astype(y.dtype) for x in (q, k))
-  return Heads(q, k, v.astype(y.dtype))
+  q, k = (rotate(x, table) for x in (q, k))
+  if table.query_scale is not None:
+    q = q * table.query_scale[..., None, None]
+  return Heads(*(x.astype(y.dtype) for x in (q, k, v)))
 
 
 def attend(
@@ -164,6 +167,7 @@ def attend(
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
   """Returns the output of attention, and the tokens' keys and values."""
   c = config
+  local = local if c.window else False
   q, k, v = heads
   b, g, s, *_ = q.shape
   # H is split into [K, R], and [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
@@ -219,7 +223,12 @@ def layer_of(
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
   dtype = quantization.dtype_of(layer, "q")
-  y = norm(x, layer["attn_norm"]).astype(dtype)
+
+  def add(x, y, name):
+    y = norm(y, layer[name]) if c.post_norms else y
+    return x + (y if c.residual_scale == 1 else c.residual_scale * y)
+
+  y = (norm(x, layer["attn_norm"]) if c.pre_norms else x).astype(dtype)
   out, aux = attention(_heads(c, y, layer, table))
   y = _project(checkpoint_name(out, SAVED), layer, "o")
   y = constrain(y, "batch", "group")
@@ -228,9 +237,9 @@ def layer_of(
     # Without this, XLA:TPU would send y as float32 in decoding.
     y = jax.lax.optimization_barrier(y)
   y = checkpoint_name(y, PRODUCTS)
-  x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
+  x = add(x, y, "attn_post_norm")
   x = checkpoint_name(x, SAVED)
-  y = norm(x, layer["mlp_norm"])
+  y = norm(x, layer["mlp_norm"]) if c.pre_norms else x
   load = experts = None
   if c.experts:
     weights = routing.load_weights
@@ -241,7 +250,7 @@ def layer_of(
   else:
     y = _mlp(c, y, layer)
   y = checkpoint_name(y, PRODUCTS)
-  x = x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y)
+  x = add(x, y, "mlp_post_norm")
   return x, aux, Routed(load, experts)
 
 

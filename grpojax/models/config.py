@@ -30,16 +30,21 @@ class TransformerConfig:
     mlp_bias: the MLP's three projections have biases.
     tied: the output head is the transposed embedding.
     qk_norm: each head's queries and keys are normalised.
+    wide_qk_norm: queries and keys are normalised over all heads together.
     norm_offset: norms multiply by 1 + their weights.
-    post_norms: outputs of attention and MLP are normalised, too.
+    pre_norms: inputs of attention and MLP are normalised.
+    post_norms: outputs of attention and MLP are normalised.
     activation: function of the MLP's gate, "silu" or "gelu_tanh".
-    scaled_embedding: the embedding is multiplied by sqrt(D).
+    embedding_scale: factor of the embedding, rounded to the dtype of products.
+    residual_scale: factor of the outputs of attention and MLP.
     attention_scale: factor of the attention logits; None means 1 / sqrt(E).
     attention_cap: soft cap of the attention logits, or None.
     logits_cap: soft cap of the output logits, or None.
-    local_layers: True for each layer in which a token attends to the last
-      `window` tokens only; () means no local layers.
-    window: tokens that a local layer attends to, the token itself included.
+    logits_divisor: divisor of the output logits, before the cap.
+    local_layers: True for each layer with `window` and `local_rope`; () means
+      no local layers.
+    window: number of last tokens that a token of a local layer attends to, the
+      token itself included; 0 means all.
     local_rope: rotary embedding of local layers; None means `rope`.
     experts: X, experts per layer; 0 means a dense MLP without a router.
     experts_per_token: number of experts that each token uses.
@@ -62,13 +67,17 @@ class TransformerConfig:
   mlp_bias: bool = False
   tied: bool = True
   qk_norm: bool = False
+  wide_qk_norm: bool = False
   norm_offset: bool = False
+  pre_norms: bool = True
   post_norms: bool = False
   activation: str = "silu"
-  scaled_embedding: bool = False
+  embedding_scale: float = 1.0
+  residual_scale: float = 1.0
   attention_scale: float | None = None
   attention_cap: float | None = None
   logits_cap: float | None = None
+  logits_divisor: float = 1.0
   local_layers: tuple[bool, ...] = ()
   window: int = 0
   local_rope: Rope | None = None
@@ -96,11 +105,21 @@ def check(config: TransformerConfig) -> None:
     raise ValueError(f"heads={c.heads} is no multiple of kv_heads={c.kv_heads}")
   if c.head_dim % 2:
     raise ValueError(f"head_dim={c.head_dim} must be even for RoPE")
+  for rope in c.ropes:
+    rotated = rope.rotated(c.head_dim)
+    if rotated % 2 or len(rope.divisors) not in (0, rotated // 2):
+      raise ValueError(
+        f"RoPE rotates {rotated} of {c.head_dim} channels, with "
+        f"{len(rope.divisors)} divisors: use an even number of channels, and "
+        "a divisor for each pair"
+      )
+  if len({(x.share, x.query_beta > 0) for x in c.ropes}) > 1:
+    raise ValueError("rope and local_rope need the same share and query_beta")
   if len(c.locality) != c.layers:
     raise ValueError(
       f"local_layers has {len(c.local_layers)} entries for {c.layers} layers"
     )
-  if any(c.local_layers) and c.window < 1:
+  if any(c.local_layers) and c.window < 1 and not c.local_rope:
     raise ValueError(f"window={c.window} must be at least 1 for local layers")
   if c.experts and not 1 <= c.experts_per_token <= c.experts:
     raise ValueError(
@@ -113,12 +132,10 @@ def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
   kv = c.kv_heads * c.head_dim
   width = (c.width,)
   layer = {
-    "attn_norm": width,
     "q": (c.width, q),
     "k": (c.width, kv),
     "v": (c.width, kv),
     "o": (q, c.width),
-    "mlp_norm": width,
   }
   up, down = (c.width, c.mlp), (c.mlp, c.width)
   if c.experts:
@@ -138,6 +155,10 @@ def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
     layer |= {"gate_bias": (c.mlp,), "up_bias": (c.mlp,), "down_bias": width}
   if c.qk_norm:
     layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+  if c.wide_qk_norm:
+    layer |= {"q_norm": (q,), "k_norm": (kv,)}
+  if c.pre_norms:
+    layer |= {"attn_norm": width, "mlp_norm": width}
   if c.post_norms:
     layer |= {"attn_post_norm": width, "mlp_post_norm": width}
   return layer

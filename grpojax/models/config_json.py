@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from grpojax.models.rope import Rope
+from grpojax.models.rope import NO_ROTATION, Rope
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 READ = {  # keys that all families read, with transformers' defaults
@@ -33,8 +33,16 @@ ROPE_KINDS = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_length",
   },
+  "yarn": {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+  },
 }
 """Parameters of each rope_type, and the fields of `Rope` that they set."""
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers' defaults
 _SIZES = (
   "vocab_size hidden_size num_hidden_layers num_attention_heads "
   "intermediate_size"
@@ -96,6 +104,33 @@ _NEVER_IGNORED = re.compile(
 )
 
 
+_VISION = (  # keys of config.json beside its text_config
+  "text_config vision_config image_token_index image_token_id "
+  "multimodal_projector_bias projector_hidden_act spatial_merge_size "
+  "vision_feature_layer"
+).split()
+_TEXT_MODELS = {
+  "mistral": "MistralForCausalLM",
+  "ministral3": "Ministral3ForCausalLM",
+}
+
+
+def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
+  """Returns the config.json of the text model in mistral3; others unchanged.
+
+  Keys outside of text_config have priority, as in transformers.
+  """
+  text = hf_config.get("text_config")
+  if hf_config.get("model_type") not in ("mistral3", "ministral3") or not text:
+    return hf_config
+  kind = text.get("model_type", "mistral")
+  if kind not in _TEXT_MODELS:
+    raise ValueError(f"config.json has model_type={kind!r} in text_config")
+  top = {k: x for k, x in hf_config.items() if k not in _VISION}
+  top |= {"model_type": kind, "architectures": [_TEXT_MODELS[kind]]}
+  return text | top
+
+
 def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
   """Returns a family's keys: {read: default}, {fixed: value}, and unused."""
   fixed = {key: x for key, x in _FIXED.items() if key not in family.READ}
@@ -142,6 +177,8 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
   merged = read | hf_config
   for key in (*_SIZES, *_OPTIONAL_SIZES):
     value = merged.get(key, 1)  # reading an absent key raises
+    if key in fixed or key in unused:
+      continue
     absent = value is None and key in _OPTIONAL_SIZES
     if not absent and (type(value) is not int or not 0 < value < 2**31):
       raise ValueError(
@@ -262,11 +299,71 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
   theta = number("rope_theta", values.pop("rope_theta"))
   if values.pop("partial_rotary_factor", 1.0) != 1.0:
     raise ValueError("config.json: partial_rotary_factor must be 1.0")
-  if kind == "llama3":
+  if kind in ("llama3", "yarn"):
     values.setdefault("original_max_position_embeddings", length)
+  others = {}
+  if kind == "yarn":
+    others["truncate"] = values.pop("truncate", True)
+    if not isinstance(others["truncate"], bool):
+      raise ValueError(f"config.json has truncate={others['truncate']!r:.40}")
+    values = _YARN | values
+    values["attention_factor"] = _yarn_attention(values)
   fields = ROPE_KINDS[kind]
   refuse_others(f"the rope parameters of type {kind!r}", values, fields)
   if lacking := ", ".join(sorted(set(fields) - set(values))):
     raise ValueError(f"the rope parameters in config.json lack {lacking}")
   numbers = {fields[name]: number(name, x) for name, x in values.items()}
-  return Rope(theta, **numbers)
+  return Rope(theta, **numbers, **others)
+
+
+def _yarn_attention(values: dict[str, Any]) -> float:
+  """Removes YaRN's mscale keys; returns the factor of cosines and sines."""
+  scales = [values.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+  if "attention_factor" in values:
+    return values["attention_factor"]
+  factor = max(number("factor", values["factor"]), 1.0)
+  of = lambda scale: 0.1 * number("mscale", scale) * math.log(factor) + 1.0
+  return of(scales[0]) / of(scales[1]) if all(scales) else of(1.0)
+
+
+def ropes_by_layer_type(
+  hf_config: dict[str, Any], local_theta: int | float
+) -> dict[str, Any]:
+  """Reads the rotary embeddings of global and of local layers.
+
+  `local_theta` is the base of local layers unless rope_parameters has one.
+  """
+  by_type = hf_config["rope_parameters"] or {}
+  refuse_others("rope_parameters", by_type, LAYER_TYPES)
+  full, sliding = (by_type.get(kind) or {} for kind in LAYER_TYPES)
+  full = {"rope_theta": hf_config["rope_theta"]} | full
+  full |= hf_config["rope_scaling"] or {}  # not for local layers
+  sliding = {"rope_theta": local_theta} | sliding
+  length = hf_config["max_position_embeddings"]
+  return {
+    "rope": parse_rope(full, length),
+    "local_rope": parse_rope(sliding, length),
+  }
+
+
+def rotated_layers(
+  rope: Rope, rotated: list[bool], windows: dict[str, Any]
+) -> dict[str, Any]:
+  """Returns the fields for windows and ropes if only some layers have RoPE.
+
+  `windows` are the fields from `window`. Either all layers with a window have
+  RoPE or none has, and so for layers without a window; otherwise ValueError.
+  """
+  without = tuple(not x for x in rotated)
+  local = windows.get("local_layers", without)
+  kinds = set(zip(local, rotated, strict=True))
+  ropes = {is_local: rope if x else NO_ROTATION for is_local, x in kinds}
+  if len(ropes) < len(kinds):
+    raise ValueError(
+      "config.json has layers with and without RoPE of the same layer_types: "
+      "only one of the two kinds of layers may lack RoPE"
+    )
+  if len(ropes) == 1:
+    return windows | {"rope": next(iter(ropes.values()))}
+  fields = {"local_layers": local, "rope": ropes[False]}
+  return windows | fields | {"local_rope": ropes[True]}

@@ -428,8 +428,8 @@ class Passes:
 
   def _embed(self, params: Params, ids: Array) -> Float[Array, "B G S D"]:
     x = params["embed"][ids].astype(jnp.float32)
-    if self.config.scaled_embedding:  # rounded as in transformers
-      x = x * jnp.asarray(self.config.width**0.5, self.dtype)
+    if self.config.embedding_scale != 1:  # rounded as in transformers
+      x = x * jnp.asarray(self.config.embedding_scale, self.dtype)
     return constrain(x, "batch", "group")
 
   def _embed_both(

@@ -62,6 +62,13 @@ def _head_product_jvp(primals, tangents):
   return _head_product(*primals), sum(terms).astype(jnp.float32)
 
 
+def _divided(
+  logits: Float[Array, "*shape"], config: TransformerConfig
+) -> Float[Array, "*shape"]:
+  divisor = config.logits_divisor
+  return logits if divisor == 1 else logits / divisor
+
+
 def _unembed(
   config: TransformerConfig,
   params: Params,
@@ -85,7 +92,7 @@ def _unembed(
     logits = rows.join(jax.vmap(_head_product)(rows.split(hidden), head))
   if "head_scale" in params:
     logits = logits * params["head_scale"]
-  logits = soft_cap(logits, config.logits_cap)
+  logits = soft_cap(_divided(logits, config), config.logits_cap)
   mask = _gap_mask(config)
   if mask is None:
     return logits
@@ -107,7 +114,8 @@ def _draw_parts(
   spec = activation_spec(mesh, shape, ("batch", "group", "vocabulary"))
 
   def logits_of(x):
-    return soft_cap(x, config.logits_cap) * (1 / temperature)
+    x = soft_cap(_divided(x, config), config.logits_cap)
+    return x * (1 / temperature)
 
   def draw(hidden, head, scale, mask, uniform):
     rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
@@ -154,6 +162,12 @@ def _for_decoding(
 
   params = quantized(params) | {"layers": quantized(params["layers"])}
   params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
+  if longest > config.rope.longest:
+    raise ValueError(
+      f"the rollout has {longest} positions, but without long_factor "
+      f"(longrope) only {config.rope.longest} are supported: use shorter "
+      "prompts or completions"
+    )
   positions = jnp.arange(longest)
   params |= {passes.ROPE: passes.rotary_tables(config, positions)}
   if config.labels:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from grpojax.core.ends import Ends, StopTable
+from grpojax.core.objective import Objective
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
@@ -105,16 +106,20 @@ def check_positions(
 
   With scaled RoPE it only warns: the config may have the limit before scaling.
   """
+  rope = hf.to_transformer_config(files.config).rope
   limit = files.config.get("max_position_embeddings") or math.inf
+  key = "max_position_embeddings"
+  if rope.longest < limit:
+    limit = rope.longest
+    key = "original_max_position_embeddings: longer texts need long_factor"
   if prompt_tokens + new_tokens <= limit:
     return
   message = (
     f"a prompt of {prompt_tokens} tokens (data.max_prompt_length) and a "
     f"completion of {new_tokens} (sampling.max_new_tokens) exceed the {limit} "
-    f"positions of {files.directory} (max_position_embeddings in its "
-    "config.json)"
+    f"positions of {files.directory} ({key} in its config.json)"
   )
-  if hf.to_transformer_config(files.config).rope.factor == 1:
+  if rope.factor == 1:
     raise ValueError(f"{message}: lower one of these two settings")
   print(f"warning: {message}")
 
@@ -173,6 +178,13 @@ def jit(
   # Logs and profiles show the name, which a partial function lacks.
   call.__name__ = getattr(function, "func", function).__name__
   return functools.partial(jax.jit(call, **options), policy.frozen)
+
+
+def sampled_by(policy: Policy, objective: Objective) -> Policy:
+  """Returns the policy for rollouts, which records experts to be replayed."""
+  if not objective.router_replay:
+    return policy
+  return policy._replace(lm=policy.lm.recording())
 
 
 def lower(

@@ -78,9 +78,7 @@ def host_answers():
   return answer
 
 
-def programs(
-  lm, t_max, tokens, turn_tokens=0, record_experts=False, **sampling
-):
+def programs(lm, t_max, tokens, turn_tokens=0, **sampling):
   """Returns the jitted functions of `chunks`, with their options."""
   jit = lambda f, **options: jax.jit(
     functools.partial(f, lm, sampling=Sampling(**sampling), **options)
@@ -92,7 +90,6 @@ def programs(
     group_size=4,
     max_new_tokens=t_max,
     pad_id=0,
-    record_experts=record_experts,
   )
   decode = jit(chunks.decode, tokens=tokens, **turns)
   return Programs(begin, decode, jit(chunks.feed), jax.jit(chunks.finish))

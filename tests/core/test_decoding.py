@@ -7,10 +7,11 @@ import pytest
 from toy_fixtures import single_loop
 
 from grpojax.aot import hlo, trips
-from grpojax.core import decoding, meshes
+from grpojax.core import meshes
 from grpojax.core.decoding import compaction
+from grpojax.core.decoding import experts as experts_lib
 from grpojax.core.rollout import rollout
-from grpojax.core.types import Prompts
+from grpojax.core.types import Prefix, Prompts
 from grpojax.models import lora
 from grpojax.models.transformer import TransformerConfig, transformer
 
@@ -170,8 +171,8 @@ def test_rows_are_taken_of_each_part():
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.int32])
 def test_experts_are_unpacked_as_packed(dtype):
   experts = jnp.arange(2 * 3 * 4 * 5, dtype=dtype).reshape(2, 3, 4, 5)
-  words = decoding._pack_experts(experts)
-  unpacked = decoding.unpack_experts(words, experts[:, 0])
+  prefix = Prefix(None, None, None, experts[:, 0])
+  unpacked = experts_lib.unpack(experts_lib.pack(experts), prefix)
   np.testing.assert_array_equal(unpacked, experts)
 
 

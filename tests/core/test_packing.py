@@ -251,6 +251,9 @@ FEATURES = dict.fromkeys(
 )
 FEATURES |= dict(attention_cap=2.0, logits_cap=3.0, window=4)
 FEATURES |= dict(local_layers=(True, False), local_rope=Rope(theta=30.0))
+OTHER_FEATURES = dict(wide_qk_norm=True, pre_norms=False, post_norms=True)
+OTHER_FEATURES |= dict(residual_scale=0.4, logits_divisor=0.5)
+OTHER_FEATURES["rope"] = Rope(share=0.5, query_beta=0.5, original_length=3)
 EXPERTS = dict(experts=4, experts_per_token=2)
 
 
@@ -315,6 +318,7 @@ def differentiate(lm, params, samples, layout):
   [
     (FEATURES, False),
     (EXPERTS, False),
+    (OTHER_FEATURES, False),
     pytest.param(FEATURES, True, marks=pytest.mark.long),
   ],
 )

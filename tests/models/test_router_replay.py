@@ -50,7 +50,8 @@ def other_routers(params):
 
 
 def sample(lm, params, t_max=16, **options):
-  options = {"eos_ids": EOS, "group_size": G, "record_experts": True} | options
+  options = {"eos_ids": EOS, "group_size": G} | options
+  lm = lm.recording()
   return sample_of(lm, params, PROMPTS, 0, max_new_tokens=t_max, **options)
 
 
@@ -65,7 +66,7 @@ WAYS = {
     *model, 24, environment=ENVIRONMENT
   ),
   "an environment of the host": lambda lm, params: play(
-    programs(lm, 24, 7, record_experts=True), params, host_answers()
+    programs(lm.recording(), 24, 7), params, host_answers()
   ),
 }
 
@@ -222,7 +223,7 @@ def test_wrong_experts_are_refused(tiny):
   params = random_params(lm)
   replay = Objective(router_replay=True)
   recorded = sample(lm, params)
-  nothing = sample(lm, params, record_experts=False)
+  nothing = recorded.replace(experts=None)
   cut = recorded.replace(experts=recorded.experts[:, :, 1:])
   other = transformer(dataclasses.replace(CONFIG, layers=2))
   trainer = dataclasses.replace(replay, old_logprobs="trainer")
@@ -236,5 +237,5 @@ def test_wrong_experts_are_refused(tiny):
     model, samples, objective = args
     with pytest.raises(ValueError, match=message):
       make_batch(model, samples, np.zeros((B, G)), objective, **options)
-  with pytest.raises(ValueError, match="needs a model with experts"):
+  with pytest.raises(ValueError, match="only a model with experts"):
     sample(tiny.lm, tiny.params)

@@ -513,7 +513,7 @@ def test_programs_accept_gguf_files(tmp_path, file, settings_with):
   run_models.export(str(file), tmp_path / "out")
   out = tmp_path / "out"
   names = {path.name for path in out.iterdir()}
-  assert names >= {"tokenizer.json", "model.safetensors", "checksums.json"}
+  assert names >= {"tokenizer.json", "model.safetensors"}
   assert not any(name.endswith(".gguf") for name in names)
   (out / hf.GGUF).write_text("beside safetensors, not read")
   same(hf.load_params(out), params)
@@ -525,7 +525,6 @@ def test_programs_accept_gguf_files(tmp_path, file, settings_with):
   (tmp_path / "source").mkdir()
   same(sft.start(config, tmp_path / "source")[1], params)
   (out / hf.weights.SINGLE).unlink()
-  (out / "checksums.json").unlink()
   file.rename(out / hf.GGUF)
   with pytest.raises(ValueError, match="use model.path=.*/model.gguf"):
     hf.load_params(out)

@@ -19,7 +19,6 @@ from jaxtyping import (
   Bool,
   Float,
   Int,
-  Integer,
   Key,
   PyTree,
   Shaped,
@@ -28,6 +27,7 @@ from jaxtyping import (
 
 from grpojax.core import ends as ends_lib
 from grpojax.core import environment as environment_lib
+from grpojax.core.decoding import experts as experts_lib
 from grpojax.core.decoding.sampling import (
   Sampling,
   sample,
@@ -44,7 +44,7 @@ answer costs a transfer to the host on GPUs, a collective on a slice of TPUs."""
 
 
 class Samples(NamedTuple):
-  """Completions so far; `experts` are packed (see `unpack_experts`)."""
+  """Completions so far; `experts` are packed (see `decoding.experts`)."""
 
   ids: Int[Array, "B G T"]
   logprobs: Float[Array, "B G T"]
@@ -93,43 +93,14 @@ def sample_keys(
   return fold(random_key(key), numbers).reshape(b, g)
 
 
-def _pack_experts(experts: Integer[Array, "*n X"]) -> UInt32[Array, "*n W"]:
-  """Packs small integers into words: a TPU cannot write a byte by itself."""
-  *tokens, x = experts.shape
-  in_word = 4 // experts.dtype.itemsize
-  # Pad X to whole words; the cast then merges the last axis, [*n, W, in_word],
-  # unless a number is a word.
-  experts = jnp.pad(experts, [*[(0, 0)] * len(tokens), (0, -x % in_word)])
-  experts = experts.reshape(*tokens, -1, in_word)
-  words = jax.lax.bitcast_convert_type(experts, jnp.uint32)
-  return words.reshape(*tokens, -1)
-
-
-def unpack_experts(
-  words: UInt32[Array, "B G T W"] | None,
-  prompt_experts: Integer[Array, "B P X"] | None,
-) -> Integer[Array, "B G T X"] | None:
-  """Unpacks the experts of completions; returns None for None."""
-  if words is None:
-    return None
-  # The cast adds an axis [..., W, in_word]; the slice drops the words' padding.
-  experts = jax.lax.bitcast_convert_type(words, prompt_experts.dtype)
-  experts = experts.reshape(*words.shape[:3], -1)
-  return experts[..., : prompt_experts.shape[-1]]
-
-
 def no_samples(
   limit: Int[Array, "B G"],
   t_max: int,
   pad_id: int,
   ends: ends_lib.Ends,
-  prompt_experts: Integer[Array, "B P X"] | None,
+  prefix: Prefix,
 ) -> Samples:
-  """Returns empty samples, with packed experts if prompts have experts."""
-  experts = None
-  if prompt_experts is not None:
-    *_, w = jax.eval_shape(_pack_experts, prompt_experts).shape
-    experts = jnp.zeros((*limit.shape, t_max, w), jnp.uint32)
+  """Returns empty samples of at most `t_max` tokens each."""
   return Samples(
     ids=jnp.full((*limit.shape, t_max), pad_id, jnp.int32),
     logprobs=jnp.zeros((*limit.shape, t_max), jnp.float32),
@@ -137,7 +108,7 @@ def no_samples(
     finished=jnp.zeros(limit.shape, bool),
     # The batch's padding is done before its first token.
     done=limit <= 0,
-    experts=experts,
+    experts=experts_lib.empty(prefix, (*limit.shape, t_max)),
     stop_state=ends_lib.first_state(ends, limit),
   )
 
@@ -166,22 +137,6 @@ def draw(
   return sample(keys, logits, sampling)
 
 
-def prefill(
-  lm: LM, params: Params, prompts: Prompts, record: bool
-) -> tuple[Prefix, Integer[Array, "B P X"] | None]:
-  """Runs the prompts; also returns their experts if `record`."""
-  ids = prompts.prompt_ids
-  mask = prompts.prompt_mask
-  if not record:
-    return lm.prefill(params, ids, mask), None
-  if not lm.has_experts:
-    raise ValueError(
-      "record_experts needs a model with experts (LM.has_experts)"
-    )
-  prefix = lm.prefill(params, ids, mask, record=True)
-  return prefix.replace(experts=None), prefix.experts
-
-
 def first_hidden(setup: Setup) -> Float[Array, "B G D"]:
   """Returns the prompts' last states, which predict the first tokens."""
   last = setup.prefix.last_hidden[:, None]
@@ -196,25 +151,16 @@ def read(
   positions: Int[Array, "B G S"],
   real: Bool[Array, "B G S"],
 ) -> tuple[Float[Array, "B G S D"], Samples, Cache]:
-  """Runs tokens through the model, and records the experts of `real` ones.
+  """Runs tokens through the model, and records any experts of `real` ones.
 
   Rows at position -1 read and write nothing, and their states are not used.
   """
-  # Only models with experts have the parameter `record`.
-  record = samples.experts is not None
-  options = {"record": True} if record else {}
   output = setup.lm.extend(
-    setup.params, setup.prefix, ids, cache, positions=positions, **options
+    setup.params, setup.prefix, ids, cache, positions=positions
   )
   hidden, cache, experts = ExtendOutput(*output)
-  if record:
-    put = lambda x, new, at: x.at[at].set(new, mode="drop")
-    # T is out of range, and such writes are dropped.
-    at = jnp.where(real, positions, samples.experts.shape[2])
-    experts = _pack_experts(experts)
-    experts = jax.vmap(jax.vmap(put))(samples.experts, experts, at)
-    samples = samples._replace(experts=experts)
-  return hidden, samples, cache
+  experts = experts_lib.write(samples.experts, experts, positions, real)
+  return hidden, samples._replace(experts=experts), cache
 
 
 def read_last(

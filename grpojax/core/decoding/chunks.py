@@ -10,11 +10,12 @@ t, so chunks change no sample.
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from grpojax.core import decoding as loops
 from grpojax.core import ends as ends_lib
 from grpojax.core.arguments import Ids, read_ends
+from grpojax.core.decoding import experts
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import LM, Cache, Params, Prefix, Prompts, Rollout
 
@@ -32,7 +33,6 @@ class Trajectories:
   waiting: Bool[Array, "B G"]  # the turn has ended and has no answer yet
   cache: Cache  # keys and values of all tokens of a row but the last
   prompts: Prompts
-  prompt_experts: Integer[Array, "B P X"] | None
 
 
 def episode_seeds(
@@ -75,7 +75,6 @@ def begin(
   pad_id: int,
   sampling: Sampling = Sampling(),
   turn_tokens: int = 0,
-  record_experts: bool = False,
 ) -> Trajectories:
   """Runs the prompts and draws the first token of a group for each.
 
@@ -87,9 +86,9 @@ def begin(
   longest = prompts.prompt_ids.shape[1] + t_max
   decoder, prepared = lm.prepared(params, longest=longest, **sampling.formats)
   limit = loops.token_limits(prompts, jnp.full((b, g), t_max))
-  prefix, experts = loops.prefill(decoder, prepared, prompts, record_experts)
+  prefix = decoder.prefill(prepared, prompts.prompt_ids, prompts.prompt_mask)
   ends = read_ends(eos_ids)
-  samples = loops.no_samples(limit, t_max, pad_id, ends, experts)
+  samples = loops.no_samples(limit, t_max, pad_id, ends, prefix)
   zero = jnp.zeros((b, g), jnp.int32)
   rows = Trajectories(
     prefix=prefix,
@@ -101,7 +100,6 @@ def begin(
     waiting=zero != 0,
     cache=decoder.init_cache(b, g, t_max),
     prompts=prompts,
-    prompt_experts=experts,
   )
   setup = _setup(lm, params, rows, ends, sampling)
   first = loops.first_hidden(setup)
@@ -239,6 +237,6 @@ def finish(
     finished=samples.finished | finished,
     turns=rows.turns,
     turn_rewards=rewards,
-    experts=loops.unpack_experts(samples.experts, rows.prompt_experts),
-    prompt_experts=rows.prompt_experts,
+    experts=experts.unpack(samples.experts, rows.prefix),
+    prompt_experts=rows.prefix.experts,
   )

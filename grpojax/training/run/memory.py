@@ -216,6 +216,12 @@ def host_bytes(root: str | os.PathLike = "/") -> int:
   return memory
 
 
+def accelerator_bytes() -> int | None:
+  """Returns the memory of an accelerator in bytes; None on CPUs."""
+  device = jax.local_devices()[0]
+  return None if device.platform == "cpu" else device_bytes(device)
+
+
 def device_bytes(device: jax.Device) -> int | None:
   """Returns a device's memory in bytes, if known; CPUs share host memory."""
   limit = (device.memory_stats() or {}).get("bytes_limit")

@@ -64,7 +64,6 @@ def make_programs(
   policy: policies.Policy,
   group_size: int,
   sampling: Sampling,
-  record_experts: bool,
 ) -> episodes.Programs:
   """Compiles the functions of `core.decoding.chunks` for these settings."""
   longest = settings.sampling.max_new_tokens
@@ -78,7 +77,6 @@ def make_programs(
     group_size=group_size,
     max_new_tokens=longest,
     pad_id=policy.pad_id,
-    record_experts=record_experts,
     **common,
   )
   decode = functools.partial(chunks.decode, tokens=episodes.TOKENS, **common)
@@ -196,7 +194,6 @@ def make_player(
   sampling: Sampling,
   pool: EnvironmentPool,
   mesh: jax.sharding.Mesh | None = None,
-  record_experts: bool = False,
 ):
   """Returns a function that samples trajectories with their environments.
 
@@ -204,9 +201,7 @@ def make_player(
   *first_prompt, check_signals) -> Sampled`, for `as_completed`. It yields
   while the devices decode.
   """
-  programs = make_programs(
-    settings, policy, group_size, sampling, record_experts
-  )
+  programs = make_programs(settings, policy, group_size, sampling)
   encode = encoder(settings, policy)
   join = functools.partial(
     join_prompt, prompts_lib.encoder(settings, policy), settings.data

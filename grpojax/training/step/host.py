@@ -98,14 +98,13 @@ def open_step(
   sampling_mesh = own_sampling_mesh(settings, mesh)
   sampler = sampling.make_sampler(
     settings,
-    policy,
+    policies.sampled_by(policy, settings.loss),
     group_size,
     settings.sampling.distribution,
     mesh,
     inputs.reward_pool.environment,
     sampling_mesh=sampling_mesh,
     budgets=budgets,
-    record_experts=settings.loss.router_replay,
   )
   source = draws.Source(
     policy,

@@ -97,12 +97,11 @@ def sampler_program(
   group_size: int,
   sampling: Sampling,
   budgets: Callable[[Prompts], jax.Array] | None = None,
-  record_experts: bool = False,
 ):
   """Compiles a sampler, `(params, prompts, key, first_prompt=0) -> Rollout`.
 
   `budgets(prompts)` [B, G] limits the tokens of each sample; the default is
-  `sampling.max_new_tokens`. See `rollout` for `record_experts`.
+  `sampling.max_new_tokens`.
   """
 
   def sample(lm, params, prompts, key, first_prompt=0):
@@ -118,7 +117,6 @@ def sampler_program(
       sampling=sampling,
       budgets=budgets(prompts) if budgets else None,
       first_prompt=first_prompt,
-      record_experts=record_experts,
     )
 
   return policies.jit(policy, sample)
@@ -201,7 +199,6 @@ def make_sampler(
   *,
   sampling_mesh: jax.sharding.Mesh | None = None,
   budgets: Callable[[Prompts], Array] | None = None,
-  record_experts: bool = False,
 ) -> Sampler:
   """Returns a function that samples completions, or plays an environment.
 
@@ -210,12 +207,9 @@ def make_sampler(
   """
   if environment is not None:
     return episodes.make_player(
-      *(settings, policy, group_size, sampling),
-      *(environment, mesh, record_experts),
+      settings, policy, group_size, sampling, environment, mesh
     )
-  program = sampler_program(
-    settings, policy, group_size, sampling, budgets, record_experts
-  )
+  program = sampler_program(settings, policy, group_size, sampling, budgets)
   if mesh is None:
     program = sample_halves(program, None)
   else:
