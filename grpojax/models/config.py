@@ -208,7 +208,7 @@ def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
       "linear_b": (c.width, c.linear.value_heads),
       "linear_a": (c.width, c.linear.value_heads),
       "linear_a_bias": (c.linear.value_heads,),
-      "linear_decay": (c.linear.value_heads,),  # logarithm of the rate
+      "linear_rate_bias": (c.linear.value_heads,),  # of the log of the decay
       "linear_conv": (c.linear.channels, 1, c.linear.taps),
       "linear_norm": (c.linear.value_dim,),
       "linear_o": (c.linear.values, c.width),
@@ -235,7 +235,7 @@ def _initial(config, key, name: str, shape: tuple[int, ...]):
   if "norm" in name:
     offset = config.norm_offset and name != "linear_norm"
     return jnp.zeros(shape) if offset else jnp.ones(shape)
-  if "bias" in name or name == "linear_decay":
+  if "bias" in name:
     return jnp.zeros(shape)
   is_output = name in ("o", "linear_o", "down", "expert_down")
   scale = 0.02 / (2 * config.layers) ** 0.5 if is_output else 0.02

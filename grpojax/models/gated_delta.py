@@ -266,7 +266,7 @@ def _unit(x: Float[Array, "*axes k"]) -> Float[Array, "*axes k"]:
 
 
 def _tokens(
-  sizes: Sizes, qkv: Float[Array, "B G S C"], inputs: Inputs, decay: Array
+  sizes: Sizes, qkv: Float[Array, "B G S C"], inputs: Inputs, bias: Array
 ) -> Tokens:
   """Splits channels after the convolution into heads."""
   c = sizes
@@ -281,7 +281,7 @@ def _tokens(
     return constrain(x.reshape(*shape, c.value_heads, c.key_dim), *_HEADS)
 
   v = constrain(v.reshape(*shape, c.value_heads, c.value_dim), *_HEADS)
-  g = -jnp.exp(decay) * jax.nn.softplus(inputs.step.astype(jnp.float32))
+  g = -jnp.exp(bias) * jax.nn.softplus(inputs.step.astype(jnp.float32))
   beta = jax.nn.sigmoid(inputs.beta.astype(jnp.float32))
   return Tokens(heads(q) * c.key_dim**-0.5, heads(k), v, g, beta)
 
@@ -334,7 +334,7 @@ def mix(
   x = inputs.qkv.astype(jnp.float32)
   earlier = before.inputs.astype(jnp.float32)
   x = convolve(x, layer["linear_conv"][:, 0], earlier, positions)
-  tokens = _tokens(sizes, jax.nn.silu(x), inputs, layer["linear_decay"])
+  tokens = _tokens(sizes, jax.nn.silu(x), inputs, layer["linear_rate_bias"])
   count = jnp.full((b, g), s)
   if rows.real is not None:
     count = jnp.sum(rows.real, axis=-1)

@@ -38,7 +38,7 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.gated_delta import Rows, Stored
 from grpojax.models.rope import RotaryTable, rope_tables
 
-UNCAST = ("embed", "router", "linear_decay", "linear_conv")
+UNCAST = ("embed", "router", "linear_conv")
 ROPE = "rope"  # name of the rotary tables in prepared parameters
 
 

@@ -15,7 +15,7 @@ KEYS = qwen3.KEYS | {
     ("b", "in_proj_b.weight", True),
     ("a", "in_proj_a.weight", True),
     ("a_bias", "dt_bias", False),
-    ("decay", "A_log", False),
+    ("rate_bias", "A_log", False),
     ("conv", "conv1d.weight", False),
     ("norm", "norm.weight", False),
     ("o", "out_proj.weight", True),
