@@ -208,7 +208,7 @@ def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
       "linear_b": (c.width, c.linear.value_heads),
       "linear_a": (c.width, c.linear.value_heads),
       "linear_a_bias": (c.linear.value_heads,),
-      "linear_rate_bias": (c.linear.value_heads,),  # of the log of the decay
+      "linear_rate_bias": (c.linear.value_heads,),  # of the decay
       "linear_conv": (c.linear.channels, 1, c.linear.taps),
       "linear_norm": (c.linear.value_dim,),
       "linear_o": (c.linear.values, c.width),
