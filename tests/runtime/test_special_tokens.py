@@ -228,5 +228,5 @@ def test_thousands_of_control_tokens_are_read_quickly():
   )
   began = time.process_time()
   ids = tokenization.encode_text(made, "a<unused7>b")
-  assert time.process_time() - began < 4  # 0.3 s
+  assert time.process_time() - began < 3  # 5.5 if added one by one
   assert ids == bare.encode("a<unused7>b").ids
