@@ -162,8 +162,11 @@ MARKS = {"qwen3": ()} | dict.fromkeys(
   "granitemoehybrid ministral mistral3 phi3_longrope_tied mixtral_top2".split(),
   pytest.mark.slow,
 )
-# With biases, norms, windows and experts; compilation takes long.
-WITH_GRADIENTS = ("llama_linear_biases", "gemma3", "qwen3_moe_top2")
+# With biases, norms, windows, experts and joined matrices; compilation is slow.
+WITH_GRADIENTS = (
+  *("llama_linear_biases", "gemma3", "qwen3_moe_top2"),
+  *("olmo3", "phi3_longrope_tied"),
+)
 P = 7
 G = 2
 T = 6
