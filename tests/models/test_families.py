@@ -179,8 +179,11 @@ MARKS = {"qwen3": ()} | dict.fromkeys(
   "qwen3_5".split(),
   pytest.mark.slow,
 )
-# With biases, norms, windows and experts; compilation takes long.
-WITH_GRADIENTS = "llama_linear_biases gemma3 qwen3_moe_top2 qwen3_5".split()
+# With biases, norms, windows, experts and joined matrices; compilation is slow.
+WITH_GRADIENTS = (
+  *("llama_linear_biases", "gemma3", "qwen3_moe_top2"),
+  *("olmo3", "phi3_longrope_tied", "qwen3_5"),
+)
 P = 7
 G = 2
 T = 6
