@@ -26,6 +26,7 @@ from small_models import (
 from grpojax.aot import cost, hlo
 from grpojax.core import meshes
 from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
+from grpojax.core.types import Tokens
 from grpojax.models import sharding
 from grpojax.models.attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues
@@ -162,11 +163,11 @@ def check_features():
     rng = np.random.default_rng(0)
     prompts = prompts_of(rng, (3, 5, 2, 4), 16)
     ids = jnp.asarray(rng.integers(0, 16, (4, 2, 6)))
-    batch = prompts.prompt_ids, prompts.prompt_mask, ids
+    batch = Tokens(prompts.prompt_ids, prompts.prompt_mask, ids)
 
     def loss(params, batch, lm=lm):
       model, params = lm.prepared(params, longest=None)
-      logits = model.unembed(params, model.forward(params, *batch).hidden)
+      logits = model.unembed(params, model.forward(params, batch).hidden)
       return jnp.sum(jax.nn.log_softmax(logits)[..., 3])
 
     gradient = jax.jit(jax.grad(loss))
