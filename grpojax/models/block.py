@@ -335,7 +335,7 @@ def block(
   return layer_of(config, x, layer, table, context.routing, mix)
 
 
-def block_of_both(
+def joint_block(
   config: TransformerConfig,
   x: tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]],
   layer: Layer,

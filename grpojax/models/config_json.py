@@ -143,7 +143,7 @@ def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
   return family.READ, fixed, _UNUSED | getattr(family, "UNUSED", set())
 
 
-def without(
+def without_keys(
   hf_config: dict[str, Any], ignore_keys: Iterable[str], family
 ) -> dict[str, Any]:
   """Removes `ignore_keys`; ValueError if one of them may change the model."""

@@ -283,7 +283,7 @@ class Passes:
       last_hidden=self._last_hidden(params, x, prompt_mask),
       length=_lengths(prompt_mask),
       state=(keys_values, prompt_mask),
-      experts=moe.recorded(self.config, experts)[:, 0] if record else None,
+      experts=moe.join_layers(self.config, experts)[:, 0] if record else None,
     )
 
   def extend(
@@ -380,7 +380,7 @@ class Passes:
         for stack, state in zip(cache, states, strict=True)
       )
     cache = cache_lib.write(cache, tokens, positions, x)
-    experts = moe.recorded(self.config, experts) if record else None
+    experts = moe.join_layers(self.config, experts) if record else None
     return ExtendOutput(self._final_norm(params, x), cache, experts)
 
   def _matrices_of_experts(self, params: Params) -> Sequence[str]:
@@ -425,7 +425,7 @@ class Passes:
       config, body, x, params, *scanned, whole=whole, carried=cache
     )
     cache, experts = zip(*outputs, strict=True)
-    experts = moe.recorded(config, experts) if record else None
+    experts = moe.join_layers(config, experts) if record else None
     return ExtendOutput(self._final_norm(params, x), cache, experts)
 
   def forward(
@@ -467,7 +467,7 @@ class Passes:
     # Embed the tokens, as two arrays or joined to flat tokens.
     if flat is None:
       x = self._embed_both(params, prompt_ids, ids)
-      layer_of = block.block_of_both
+      layer_of = block.joint_block
       context = (prompts, rows)
     else:
       x = self._embed(params, _join_flat(prompt_ids[:, None], ids, flat))
@@ -483,7 +483,7 @@ class Passes:
     # Each stack scans the replayed experts of its own layers.
     if replayed is not None:
       sizes = map(layer_stacks.layer_count, layer_stacks.stacks(params))
-      replayed = moe.by_layer(config, replayed)
+      replayed = moe.split_layers(config, replayed)
       scanned = [layer_stacks.split(replayed, list(sizes))]
     x, loads = layer_stacks.scan(
       config, body, x, params, *scanned, remat=self.remat

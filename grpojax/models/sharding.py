@@ -211,7 +211,7 @@ def fsdp_shards() -> int:
   return math.prod(sizes.get(axis, 1) for axis in _FSDP)
 
 
-def as_stored(params: PyTree) -> PyTree:
+def constrain_as_stored(params: PyTree) -> PyTree:
   """Lays parameters out as stored, split along fsdp and tensor."""
   return _constrain(params, "", gathered=False)
 

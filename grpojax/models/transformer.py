@@ -161,7 +161,9 @@ def _for_decoding(
     return quantize(arrays, dtype) if in_8_bits else arrays
 
   params = quantized(params) | {"layers": quantized(params["layers"])}
-  params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
+  params = sharding.gather(
+    sharding.constrain_as_stored(passes.cast(params, dtype))
+  )
   if longest > config.rope.longest:
     raise ValueError(
       f"the rollout has {longest} positions, but without long_factor "
@@ -187,7 +189,7 @@ def _for_training(
   config: TransformerConfig, params: Params, dtype: Any
 ) -> Params:
   """Casts parameters for `forward`, and gathers all except the layers."""
-  params = sharding.as_stored(passes.cast(params, dtype))
+  params = sharding.constrain_as_stored(passes.cast(params, dtype))
   # `layer_stacks.run_layer` gathers the layers, one at a time.
   outer = {name: x for name, x in params.items() if name != "layers"}
   params |= sharding.gather(outer)

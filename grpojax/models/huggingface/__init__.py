@@ -154,7 +154,7 @@ def read_config(
   hf_config = config_json.text_part(weights.read_json(file))
   if not ignore_keys:
     return hf_config
-  return config_json.without(hf_config, ignore_keys, _family(hf_config))
+  return config_json.without_keys(hf_config, ignore_keys, _family(hf_config))
 
 
 def _family(hf_config: dict[str, Any]):
