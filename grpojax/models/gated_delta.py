@@ -137,14 +137,15 @@ def inverse(a: Float[Array, "*batch c c"]) -> Float[Array, "*batch c c"]:
   c = a.shape[-1]
   i = jnp.arange(c)[:, None]
   j = jnp.arange(c)
+
+  def double(step, x):
+    # Blocks in the lower left corner of blocks of twice the size, 2^step
+    corner = (i >> step == (j >> step) + 1) & (j >> step & 1 == 0)
+    return x - _multiply(_multiply(x, jnp.where(corner, a, 0)), x)
+
   x = jnp.broadcast_to(jnp.eye(c, dtype=a.dtype), a.shape)
-  size = 1
-  while size < c:
-    # Blocks in the lower left corner of blocks of twice the size
-    corner = (i // size == j // size + 1) & (j // size % 2 == 0)
-    x = x - _multiply(_multiply(x, jnp.where(corner, a, 0)), x)
-    size *= 2
-  return x
+  # A loop, because six copies of the products would compile for long.
+  return jax.lax.fori_loop(0, c.bit_length() - 1, double, x)
 
 
 @inverse.defjvp
