@@ -560,12 +560,14 @@ def test_gemma3_is_read_from_its_packages(tmp_path):
   loaded = policies.load_policy(str(package.assemble(tmp_path / "gemma.gguf")))
   text = "It costs $1,250 in 2024.\n\n   \U0001f600<end_of_turn>"
   ids = [2, 1509, 5384, 609, 236770, 236764, 236778, 236810, 236771, 528]
-  ids += [236743, 236778, 236771, 236778, 236812, 236761, 108, 139, 242553, 106]
+  ids += [236743, 236778, 236771, 236778, 236812, 236761, 108, 139, 242398, 106]
   assert loaded.tokenizer(text).input_ids == ids and loaded.eos_ids == (1,)
   assert loaded.tokenizer.decode(ids[1:]) == text
-  prompt = jnp.asarray([loaded.tokenizer("The capital of France is").input_ids])
+  prompt = jnp.asarray(
+    [loaded.tokenizer("Die Hauptstadt von Frankreich ist").input_ids]
+  )
   prefix = loaded.lm.prefill(
     loaded.params, prompt, jnp.ones(prompt.shape, bool)
   )
   token = int(loaded.lm.unembed(loaded.params, prefix.last_hidden).argmax())
-  assert loaded.tokenizer.decode(token) == " Paris"
+  assert loaded.tokenizer.decode(token) == " nicht"  # transformers' choice
