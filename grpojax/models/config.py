@@ -132,6 +132,8 @@ def check(config: TransformerConfig) -> None:
     raise ValueError(f"head_dim={c.head_dim} must be even for RoPE")
   for rope in c.ropes:
     rotated = rope.rotated(c.head_dim)
+    if not 0 <= rope.share <= 1:
+      raise ValueError(f"RoPE's share={rope.share} of channels must be in 0..1")
     if rotated % 2 or len(rope.divisors) not in (0, rotated // 2):
       raise ValueError(
         f"RoPE rotates {rotated} of {c.head_dim} channels, with "
@@ -188,7 +190,8 @@ def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
   else:
     layer |= {"gate": up, "up": up, "down": down}
   if c.qkv_bias:
-    layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    q_bias = layer["q"][1:]
+    layer |= {"q_bias": q_bias, "k_bias": (kv,), "v_bias": (kv,)}
   if c.o_bias:
     layer |= {"o_bias": width}
   if c.mlp_bias:

@@ -51,11 +51,20 @@ _OPTIONAL_SIZES = (
   "num_key_value_heads head_dim moe_intermediate_size num_experts "
   "num_local_experts num_experts_per_tok full_attention_interval "
   "linear_num_key_heads linear_num_value_heads linear_key_head_dim "
-  "linear_value_head_dim linear_conv_kernel_dim"
+  "linear_value_head_dim linear_conv_kernel_dim shared_intermediate_size "
+  "no_rope_layer_interval"
 ).split()
 _MOST_LAYERS = 2**16  # maximum of layers times experts
 _LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
-_LEAST["rms_norm_eps"] = 0.0  # numbers of other keys must be positive
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+# Numbers that may be null although the default is a number
+_NULLABLE = {*_LEAST, *_CAPS, "num_key_value_heads", "head_dim"}
+_LEAST |= {
+  "rms_norm_eps": 0.0,
+  "partial_rotary_factor": 0.0,
+}  # numbers of other keys must be positive
+_KINDS = {"rope_scaling": dict, "rope_parameters": dict, "layer_types": list}
+_LARGEST = 1e30  # maximum of numbers, which become float32
 # Keys with a single supported value, unless a family reads or fixes the key.
 _FIXED = {
   **dict.fromkeys(
@@ -128,8 +137,10 @@ def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
   text = hf_config.get("text_config")
   if hf_config.get("model_type") not in _WITH_IMAGES or not text:
     return hf_config
+  if not isinstance(text, dict):
+    raise ValueError(f"config.json has text_config={text!r:.40}: use an object")
   kind = text.get("model_type", "mistral")
-  if kind not in _TEXT_MODELS:
+  if kind not in [*_TEXT_MODELS]:
     raise ValueError(f"config.json has model_type={kind!r} in text_config")
   top = {k: x for k, x in hf_config.items() if k not in _VISION}
   top |= {"model_type": kind, "architectures": [_TEXT_MODELS[kind]]}
@@ -180,6 +191,7 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
       f"keys do not change the model, {remedy}"
     )
   merged = read | hf_config
+  _check_kinds(merged)
   for key in (*_SIZES, *_OPTIONAL_SIZES):
     value = merged.get(key, 1)  # reading an absent key raises
     if key in fixed or key in unused:
@@ -198,17 +210,38 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
     value = merged[key]
     if isinstance(default, bool) and not isinstance(value, bool | None):
       raise ValueError(f"config.json has {key}={value!r}: use true or false")
-    if type(default) in (int, float) and value is not None:
-      number(key, value, _LEAST.get(key, sys.float_info.min))
+    if type(default) not in (int, float) or value is None and key in _NULLABLE:
+      continue
+    number(key, value, _LEAST.get(key, sys.float_info.min))
   return merged
+
+
+def _check_kinds(merged: dict[str, Any]) -> None:
+  """Raises ValueError for values whose default, null, does not tell a type."""
+  layers = merged["num_hidden_layers"]
+  for key, kind in _KINDS.items():
+    value = merged.get(key)
+    if value is not None and not isinstance(value, kind):
+      name = {dict: "an object", list: "a list"}[kind]
+      raise ValueError(f"config.json has {key}={value!r:.40}: use {name}")
+  kinds = merged.get("layer_types")
+  if kinds is not None and len(kinds) != layers:
+    raise ValueError(
+      f"config.json has {len(kinds)} layer_types for {layers} layers"
+    )
+  for key in _CAPS:
+    if merged.get(key) is not None:
+      number(key, merged[key])
 
 
 def number(key: str, value: Any, least: float = sys.float_info.min) -> float:
   """Returns `value`; ValueError if it is not a finite number >= `least`."""
-  largest = sys.float_info.max
-  if type(value) not in (int, float) or not least <= value <= largest:
+  if type(value) not in (int, float) or not least <= value <= _LARGEST:
     stated = f"{key}={value!r:.40}"
-    raise ValueError(f"config.json has {stated}: use a finite number above 0")
+    positive = "above 0" if least <= 1e-9 else f"of at least {least:g}"
+    raise ValueError(
+      f"config.json has {stated}: use a finite number {positive}"
+    )
   return float(value)
 
 
@@ -261,7 +294,7 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def window(
-  hf_config: dict[str, Any], size: int | None, default: list[bool]
+  hf_config: dict[str, Any], size: Any, default: list[bool]
 ) -> dict[str, Any]:
   """Returns `local_layers` and `window`, or {} if all layers are global."""
   local = default
@@ -269,9 +302,9 @@ def window(
   if kinds is not None:
     refuse_others("layer_types", kinds, LAYER_TYPES)
     local = [kind == "sliding_attention" for kind in kinds]
-  if any(local) and not size:
+  if any(local) and (type(size) is not int or not 0 < size < 2**31):
     raise ValueError(
-      f"config.json has local layers whose window is {size!r}: check "
+      f"config.json has local layers whose window is {size!r:.40}: check "
       "layer_types, sliding_window and, for qwen, use_sliding_window"
     )
   return {"local_layers": tuple(local), "window": size} if any(local) else {}
@@ -285,15 +318,20 @@ def refuse_others(name: str, values: Iterable[str], known) -> None:
     )
 
 
-def rope(hf_config: dict[str, Any]) -> Rope:
+def rope(hf_config: dict[str, Any], share: float | None = None) -> Rope:
   """Reads the rotary embedding, from rope_scaling or (new) rope_parameters."""
   scaling = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
   parameters = {"rope_theta": hf_config["rope_theta"]} | scaling
-  return parse_rope(parameters, hf_config["max_position_embeddings"])
+  return parse_rope(parameters, hf_config["max_position_embeddings"], share)
 
 
-def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
-  """Reads rope parameters; `length` is the model's number of positions."""
+def parse_rope(
+  parameters: dict[str, Any], length: int, share: float | None = None
+) -> Rope:
+  """Reads rope parameters; `length` is the model's number of positions.
+
+  `share` is the default of partial_rotary_factor in a family that reads it.
+  """
   values = {k: v for k, v in parameters.items() if v is not None}
   kind = values.pop("type", "default")
   kind = values.pop("rope_type", kind)
@@ -301,10 +339,12 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
     raise ValueError(
       f"config.json has rope_type={kind!r}; supported: {list(ROPE_KINDS)}"
     )
-  theta = number("rope_theta", values.pop("rope_theta"))
-  share = number(
-    "partial_rotary_factor", values.pop("partial_rotary_factor", 1)
-  )
+  # YaRN divides by its logarithm.
+  theta = number("rope_theta", values.pop("rope_theta"), 1.0 + 1e-6)
+  name = "partial_rotary_factor"
+  stated = number(name, values.pop(name, 1 if share is None else share), 0.0)
+  if share is None and stated != 1:  # transformers rotates all channels
+    raise ValueError(f"config.json has {name}={stated}: only 1 is supported")
   if kind in ("llama3", "yarn"):
     values.setdefault("original_max_position_embeddings", length)
   others = {}
@@ -319,7 +359,7 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
   if lacking := ", ".join(sorted(set(fields) - set(values))):
     raise ValueError(f"the rope parameters in config.json lack {lacking}")
   numbers = {fields[name]: number(name, x) for name, x in values.items()}
-  return Rope(theta, share=share, **numbers, **others)
+  return Rope(theta, share=stated, **numbers, **others)
 
 
 def _yarn_attention(values: dict[str, Any]) -> float:

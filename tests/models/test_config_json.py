@@ -110,6 +110,11 @@ def test_qwen3_5_has_the_parameters_of_its_model_card():
   assert sum(map(math.prod, shapes)) == 752_393_024
   assert config.rope == Rope(theta=1e7, share=0.25)
   assert config.period == (True, True, True, False)
+  # As in transformers, the share holds for old keys, too.
+  text |= {"rope_scaling": YARN | {"mrope_section": [11, 11, 10]}}
+  del text["rope_parameters"]
+  config = hf.to_transformer_config(text)
+  assert (config.rope.share, config.rope.factor) == (0.25, YARN["factor"])
 
 
 REFUSED = [
@@ -139,7 +144,24 @@ REFUSED = [
   ("qwen3_moe", {"num_experts": 2**30}, "with 1073741824 experts"),
   ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
   ("qwen3", {"rope_theta": float("inf")}, "rope_theta=inf"),
-  ("llama", {"rope_scaling": 3}, "a misplaced value"),
+  ("llama", {"rope_scaling": 3}, "rope_scaling=3: use an object"),
+  ("llama", {"rms_norm_eps": None}, "rms_norm_eps=None"),
+  ("llama", {"rope_theta": 1e300}, "rope_theta=1e.300"),
+  ("qwen2", {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1"),
+  ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "only 1 is"),
+  ("olmo3", {"sliding_window": -1}, "window is -1"),
+  ("ministral3", {"sliding_window": "x"}, "window is 'x'"),
+  ("gemma3_text", {"final_logit_softcapping": 0}, "softcapping=0"),
+  ("olmo3", {"layer_types": ["full_attention"] * 3}, "3 layer_types for 8"),
+  ("qwen3", {"layer_types": "full_attention"}, "use a list"),
+  ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok=None"),
+  (
+    "phi3",
+    {"original_max_position_embeddings": 1} | {"rope_scaling": LONGROPE},
+    "of at least 2",
+  ),
+  ("phi3", {"partial_rotary_factor": 1.5}, "share=1.5"),
+  ("mistral3", {"text_config": 3}, "text_config=3"),
   ("llama", {"rope_scaling": LLAMA3 | {"factor": 0}}, "factor=0"),
   ("llama", {"tie_word_embeddings": "no"}, "use true or false"),
   ("llama", {"hidden_act": ["silu"]}, "hidden_act="),
@@ -154,6 +176,7 @@ REFUSED = [
     "'longrope'",
   ),
   ("smollm3", {"no_rope_layers": [1] * 7}, "no_rope_layers"),
+  ("smollm3", {"no_rope_layers": ["1"] * 8}, "use 0 or 1 for each of 8"),
   (
     "smollm3",
     dict(use_sliding_window=True, sliding_window=4)

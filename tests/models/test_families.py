@@ -100,7 +100,8 @@ CONFIGS = {
   ),
   "qwen3_5_biases_untied": (
     "qwen3_5_text",
-    dict(BIASES | UNTIED, head_dim=12, rope_parameters=PLAIN)
+    # transformers adds a share of 0.25 to the dict.
+    dict(BIASES | UNTIED, head_dim=16, rope_parameters=dict(PLAIN))
     | dict(layer_types=["full_attention", "linear_attention"])
     | dict(linear_num_key_heads=1, linear_num_value_heads=3)
     | dict(linear_conv_kernel_dim=3, rms_norm_eps=0.01),

@@ -50,7 +50,7 @@ def _rope(hf_config: dict[str, Any]) -> Rope:
   name = "partial_rotary_factor"
   parameters = {"rope_theta": hf_config["rope_theta"], name: hf_config[name]}
   parameters |= hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
-  share = config_json.number(name, parameters.pop(name))
+  share = config_json.number(name, parameters.pop(name), 0.0)
   kind = parameters.get("rope_type") or parameters.get("type") or "default"
   config_json.refuse_others("rope_type", [kind], ("default", "longrope", "su"))
   length = hf_config["max_position_embeddings"]
@@ -62,7 +62,8 @@ def _rope(hf_config: dict[str, Any]) -> Rope:
   config_json.refuse_others(
     "the rope parameters of longrope", parameters, known.split()
   )
-  short = hf_config["original_max_position_embeddings"]
+  name = "original_max_position_embeddings"
+  short = config_json.number(name, hf_config[name], 2.0)
   factor = parameters.get("factor") or length / short
   attention = math.sqrt(1 + math.log(max(factor, 1)) / math.log(short))
   number = lambda x: config_json.number("short_factor", x)

@@ -44,12 +44,17 @@ UNUSED = {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
 
 
 def _rope(hf_config: dict[str, Any]):
-  parameters = dict(hf_config["rope_parameters"] or {})
   # Text has the same position in all sections.
-  for name in ("mrope_section", "mrope_interleaved"):
-    parameters.pop(name, None)
-  share = {"partial_rotary_factor": hf_config["partial_rotary_factor"]}
-  return config_json.rope(hf_config | {"rope_parameters": share | parameters})
+  sections = {"mrope_section", "mrope_interleaved"}
+  ropes = {
+    name: {k: x for k, x in hf_config[name].items() if k not in sections}
+    for name in ("rope_scaling", "rope_parameters")
+    if hf_config[name]
+  }
+  share = config_json.number(
+    "partial_rotary_factor", hf_config["partial_rotary_factor"], 0.0
+  )
+  return config_json.rope(hf_config | ropes, share)
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:

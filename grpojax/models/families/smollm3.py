@@ -27,11 +27,12 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   interval = hf_config["no_rope_layer_interval"]
   default = [(i + 1) % interval != 0 for i in range(layers)]
   rotated = hf_config["no_rope_layers"] or default
-  rotated = [bool(x) for x in rotated[:layers]]
-  if len(rotated) < layers:
+  if len(rotated) < layers or not all(x in (0, 1) for x in rotated):
     raise ValueError(
-      f"config.json has {len(rotated)} no_rope_layers for {layers} layers"
+      f"config.json has no_rope_layers={rotated!r:.80}: use 0 or 1 for each of "
+      f"{layers} layers"
     )
+  rotated = [bool(x) for x in rotated[:layers]]
   size = (
     hf_config["sliding_window"] if hf_config["use_sliding_window"] else None
   )

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpojax.core.types import LM, Params
 from grpojax.models import config_json
-from grpojax.models.config import TransformerConfig, parameter_shapes
+from grpojax.models.config import TransformerConfig, check, parameter_shapes
 from grpojax.models.families import (
   gemma,
   gemma2,
@@ -175,11 +175,13 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
     if hf_config.get(name) and hf_config[name] != known.get(name):
       raise ValueError(f"config.json has {name}: {reason}")
   try:
-    return family.config(config_json.complete(hf_config, family))
+    config = family.config(config_json.complete(hf_config, family))
   except KeyError as error:
     raise ValueError(f"config.json lacks {error}") from error
   except (AttributeError, TypeError) as error:
     raise ValueError(f"config.json has a misplaced value: {error}") from error
+  check(config)
+  return config
 
 
 def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:
@@ -239,7 +241,8 @@ def load_params(
     tensors = gguf_file.find(file, hf_config, names)
   else:
     tensors = weights.find(directory)
-    if "text_config" in weights.read_json(directory / "config.json"):
+    stored = weights.read_json(directory / "config.json")
+    if "text_config" in stored or stored.get("model_type") == "qwen3_5_text":
       tensors = weights.text_part(tensors)
   # Old exporters stored rotary frequencies, which follow from config.json.
   surplus = "rotary_emb.inv_freq"

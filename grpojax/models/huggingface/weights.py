@@ -159,7 +159,10 @@ def text_part(tensors: dict[str, Stored]) -> dict[str, Stored]:
     if name.startswith(_NOT_TEXT):
       continue
     name = name.removeprefix("language_model.").removeprefix("model.")
-    text[name if name.startswith("lm_head.") else f"model.{name}"] = x
+    name = name if name.startswith("lm_head.") else f"model.{name}"
+    if name in text:
+      raise ValueError(f"{x.file} and {text[name].file} both have {name}")
+    text[name] = x
   return text
 
 
