@@ -91,7 +91,7 @@ def test_texts_beyond_the_positions_are_refused_or_warned_of(
 
 
 def test_texts_that_need_the_long_factors_of_longrope_are_refused(edited):
-  factors = dict(short_factor=[1.0], long_factor=[2.0])
+  factors = dict(short_factor=[1.0] * 4, long_factor=[2.0] * 4)
   lengths = dict(original_max_position_embeddings=40)
   lengths["max_position_embeddings"] = 400
   rope = dict(rope_scaling=dict(factors, type="longrope"))
