@@ -63,7 +63,8 @@ def _rope(hf_config: dict[str, Any]) -> Rope:
     "the rope parameters of longrope", parameters, known.split()
   )
   name = "original_max_position_embeddings"
-  short = config_json.number(name, hf_config[name], 2.0)
+  short = hf_config[name]
+  config_json.number(name, short, 2.0)
   factor = parameters.get("factor") or length / short
   attention = math.sqrt(1 + math.log(max(factor, 1)) / math.log(short))
   number = lambda x: config_json.number("short_factor", x)
