@@ -22,6 +22,7 @@ KEYS = qwen3.KEYS | {
   )
 }
 READ = config_json.READ | {
+  "num_key_value_heads": 4,
   "head_dim": 256,
   "attention_bias": False,
   "layer_types": None,
