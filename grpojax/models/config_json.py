@@ -59,10 +59,8 @@ _LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # Numbers that may be null although the default is a number
 _NULLABLE = {*_LEAST, *_CAPS, "num_key_value_heads", "head_dim"}
-_LEAST |= {
-  "rms_norm_eps": 0.0,
-  "partial_rotary_factor": 0.0,
-}  # numbers of other keys must be positive
+# Numbers of other keys must be positive.
+_LEAST |= dict.fromkeys(("rms_norm_eps", "partial_rotary_factor"), 0.0)
 _KINDS = {"rope_scaling": dict, "rope_parameters": dict, "layer_types": list}
 _LARGEST = 1e30  # maximum of numbers, which become float32
 # Keys with a single supported value, unless a family reads or fixes the key.
@@ -238,7 +236,7 @@ def number(key: str, value: Any, least: float = sys.float_info.min) -> float:
   """Returns `value`; ValueError if it is not a finite number >= `least`."""
   if type(value) not in (int, float) or not least <= value <= _LARGEST:
     stated = f"{key}={value!r:.40}"
-    positive = "above 0" if least <= 1e-9 else f"of at least {least:g}"
+    positive = "above 0" if least <= 1e-9 else f"of at least {least}"
     raise ValueError(
       f"config.json has {stated}: use a finite number {positive}"
     )

@@ -62,11 +62,13 @@ def _head_product_jvp(primals, tangents):
   return _head_product(*primals), sum(terms).astype(jnp.float32)
 
 
-def _divided(
-  logits: Float[Array, "*shape"], config: TransformerConfig
+def _scaled(
+  config: TransformerConfig, logits: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
+  """Divides and caps logits, as the configuration says."""
   divisor = config.logits_divisor
-  return logits if divisor == 1 else logits / divisor
+  logits = logits if divisor == 1 else logits / divisor
+  return soft_cap(logits, config.logits_cap)
 
 
 def _unembed(
@@ -92,7 +94,7 @@ def _unembed(
     logits = rows.join(jax.vmap(_head_product)(rows.split(hidden), head))
   if "head_scale" in params:
     logits = logits * params["head_scale"]
-  logits = soft_cap(_divided(logits, config), config.logits_cap)
+  logits = _scaled(config, logits)
   mask = _gap_mask(config)
   if mask is None:
     return logits
@@ -114,8 +116,7 @@ def _draw_parts(
   spec = activation_spec(mesh, shape, ("batch", "group", "vocabulary"))
 
   def logits_of(x):
-    x = soft_cap(_divided(x, config), config.logits_cap)
-    return x * (1 / temperature)
+    return _scaled(config, x) * (1 / temperature)
 
   def draw(hidden, head, scale, mask, uniform):
     rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
