@@ -35,6 +35,7 @@ PARAMETERS = {  # as published
   "Qwen3-30B-A3B": 30_532_122_624,
   "SmolLM3-3B": 3_075_098_624,
   "Qwen3.5-0.8B": 752_393_024,  # without its vision model
+  "Qwen3.5-35B-A3B": 34_660_610_688,  # as transformers counts them
 }
 DEVICES = {  # default 1
   "figure5": 8,
@@ -42,6 +43,7 @@ DEVICES = {  # default 1
   "gsm8k_qwen3_1_7b": 8,
   "gsm8k_qwen2_5_32b": 128,
   "gsm8k_qwen3_30b_a3b": 128,
+  "gsm8k_qwen3_5_35b_a3b": 128,
 }
 
 FIGURE5 = ("figure5", "figure5_smollm2")

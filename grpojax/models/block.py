@@ -18,7 +18,7 @@ from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.cpu import matmul
 from grpojax.models.gated_delta import State, Stored
-from grpojax.models.moe import expert_load, mixture
+from grpojax.models.moe import expert_load, mixture, router_logits
 from grpojax.models.rope import RotaryTable, rotate
 
 ACTIVATIONS = {
@@ -290,7 +290,11 @@ def layer_of(
     if weights is not None:
       load = expert_load(y, layer["router"], c.experts_per_token, weights)
     activation = ACTIVATIONS[c.activation]
-    y, experts = mixture(c, y, layer, activation, routing.replayed)
+    out, experts = mixture(c, y, layer, activation, routing.replayed)
+    if c.shared_mlp:
+      share = jax.nn.sigmoid(router_logits(y, layer["shared_gate"]))
+      out = out + share * _mlp(c, y, layer)
+    y = out
   else:
     y = _mlp(c, y, layer)
   y = checkpoint_name(y, PRODUCTS)

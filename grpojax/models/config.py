@@ -52,6 +52,8 @@ class TransformerConfig:
     linear: sizes of linear layers (`gated_delta`), or None.
     linear_layers: True for each layer that is linear; () means no linear ones.
     experts: X, experts per layer; 0 means a dense MLP without a router.
+    shared_mlp: channels of an MLP that all tokens use beside their experts,
+      multiplied by a sigmoid of a product with the token; 0 means none.
     experts_per_token: number of experts that each token uses.
     normalize_experts: the weights of a token's experts sum to 1.
     labels: outputs of a sequence classifier; 0 means it is a language model.
@@ -91,6 +93,7 @@ class TransformerConfig:
   linear_layers: tuple[bool, ...] = ()
   experts: int = 0
   experts_per_token: int = 0
+  shared_mlp: int = 0
   normalize_experts: bool = False
   labels: int = 0
   gaps: tuple[tuple[int, int], ...] = ()
@@ -154,10 +157,8 @@ def check(config: TransformerConfig) -> None:
     raise ValueError(
       f"linear_layers={c.linear_layers} needs {c.layers} entries, of both kinds"
     )
-  if c.linear_layers and (c.local_layers or c.experts or not c.linear):
-    raise ValueError(
-      "linear layers need the sizes `linear`, no experts and no local layers"
-    )
+  if c.linear_layers and (c.local_layers or not c.linear):
+    raise ValueError("linear layers need sizes `linear`, and no local layers")
   if c.linear and c.linear.value_heads % c.linear.key_heads:
     raise ValueError(
       f"linear.value_heads={c.linear.value_heads} is no multiple of "
@@ -179,16 +180,19 @@ def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
     "v": (c.width, kv),
     "o": (q, c.width),
   }
-  up, down = (c.width, c.mlp), (c.mlp, c.width)
   if c.experts:
+    up = (c.experts, c.width, c.mlp)
     layer |= {
       "router": (c.width, c.experts),
-      "expert_gate": (c.experts, *up),
-      "expert_up": (c.experts, *up),
-      "expert_down": (c.experts, *down),
+      "expert_gate": up,
+      "expert_up": up,
+      "expert_down": (c.experts, c.mlp, c.width),
     }
-  else:
-    layer |= {"gate": up, "up": up, "down": down}
+  if c.shared_mlp:
+    layer |= {"shared_gate": (c.width, 1)}
+  if mlp := c.shared_mlp if c.experts else c.mlp:
+    up = (c.width, mlp)
+    layer |= {"gate": up, "up": up, "down": (mlp, c.width)}
   if c.qkv_bias:
     q_bias = layer["q"][1:]
     layer |= {"q_bias": q_bias, "k_bias": (kv,), "v_bias": (kv,)}

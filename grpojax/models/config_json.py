@@ -52,7 +52,7 @@ _OPTIONAL_SIZES = (
   "num_local_experts num_experts_per_tok full_attention_interval "
   "linear_num_key_heads linear_num_value_heads linear_key_head_dim "
   "linear_value_head_dim linear_conv_kernel_dim shared_intermediate_size "
-  "no_rope_layer_interval"
+  "shared_expert_intermediate_size no_rope_layer_interval"
 ).split()
 _MOST_LAYERS = 2**16  # maximum of layers times experts
 _LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
@@ -119,9 +119,10 @@ _VISION = (  # keys of config.json beside its text_config
   "vision_feature_layer video_token_id vision_start_token_id "
   "vision_end_token_id"
 ).split()
-_WITH_IMAGES = ("mistral3", "ministral3", "qwen3_5")
+_WITH_IMAGES = ("mistral3", "ministral3", "qwen3_5", "qwen3_5_moe")
 _TEXT_MODELS = {
   "qwen3_5_text": "Qwen3_5ForCausalLM",
+  "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
   "mistral": "MistralForCausalLM",
   "ministral3": "Ministral3ForCausalLM",
 }

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpojax.core.types import Params
 from grpojax.models import sharding
@@ -116,12 +117,28 @@ def _unstack(tree: Any, axis: int = 0) -> list[Any]:
   ]
 
 
-def by_place(config: TransformerConfig, tree: Any, count: int) -> list[Any]:
+def in_order(config: TransformerConfig, x: Any) -> Any:
+  """Stacks the values of all layers of a stack in order, if x is `ByKind`."""
+  if not isinstance(x, ByKind):
+    return x
+
+  def join(attention, linear):
+    kinds = config.linear_layers[: len(attention) + len(linear)]
+    # Positions after a stable sort by kind, and back
+    order = np.argsort(np.argsort(kinds, kind="stable"))
+    return jnp.concatenate([attention, linear])[order]
+
+  return jax.tree.map(join, *x)
+
+
+def by_place(
+  config: TransformerConfig, tree: Any, count: int, whole: Sequence[str] = ()
+) -> list[Any]:
   """Splits what layers hold by their place in the `count` periods of a stack.
 
   `tree` is a stack of parameters, `ByKind`, or stacked over all layers. Split
   parameters can take a stack's place: in the token loop, XLA would split them
-  for each token.
+  for each token. Each place gets the whole stacks of parameters in `whole`.
   """
   if isinstance(tree, list):
     return tree
@@ -137,8 +154,10 @@ def by_place(config: TransformerConfig, tree: Any, count: int) -> list[Any]:
     return [next(linear if is_linear else attention) for is_linear in period]
   if not isinstance(tree, dict):
     return split(tree)
-  places = [{} for _ in period]
+  places = [{name: tree[name] for name in whole} for _ in period]
   for name, stack in tree.items():
+    if name in whole:
+      continue
     for place, x in zip(config.layers_with(name), split(stack), strict=False):
       places[place][name] = x
   return places
@@ -260,10 +279,16 @@ def scan(
     start += len(locality)
     run = _run_unrolled if unroll and locality else _scan_stack
     # The loop's body reads these whole stacks at the layer's index.
-    unsliced = {name: stack[name] for name in whole if len(locality) > 1}
+    places = stack if isinstance(stack, list) else [stack]
+    count = len(locality) * len(places)
+    unsliced = {name: places[0][name] for name in whole if count > 1}
     if unsliced:
-      stack = {k: x for k, x in stack.items() if k not in unsliced}
-      stack[LAYER] = jnp.arange(len(locality))
+      numbers = jnp.arange(count).reshape(-1, len(places)).T
+      places = [
+        {k: x for k, x in place.items() if k not in unsliced} | {LAYER: number}
+        for place, number in zip(places, numbers, strict=True)
+      ]
+      stack = places if isinstance(stack, list) else places[0]
     run_body = lambda x, local, layer, *more, unsliced=unsliced: body(
       x, local, layer | unsliced, *more
     )

@@ -31,9 +31,10 @@ def matrices_of(layer: Iterable[str]) -> list[str]:
   return [name for name in layer if name.startswith("expert_")]
 
 
-def _logits(
+def router_logits(
   x: Float[Array, "*tokens D"], router: Float[Array, "D X"]
 ) -> Float[Array, "*tokens X"]:
+  """Returns the product in float32."""
   return jnp.matmul(
     x.astype(jnp.float32),
     router.astype(jnp.float32),
@@ -54,7 +55,7 @@ def route(
   change the chosen experts. So `replayed` may hold the experts of a rollout (Ma
   et al. 2025, arXiv 2510.11370), and the router only computes their weights.
   """
-  logits = _logits(x, router)
+  logits = router_logits(x, router)
   if replayed is None:
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
     if normalize:
@@ -81,7 +82,7 @@ def expert_load(
   `weights` are the tokens' weights in the load. The router's logits are
   computed again (see `mixture`): about X / (3 k F) of a layer's work.
   """
-  probs = jax.nn.softmax(_logits(x, router), axis=-1)
+  probs = jax.nn.softmax(router_logits(x, router), axis=-1)
   # XLA would gather tokens over a mesh for `top_k`. So compare all pairs of
   # experts, [B, G, S, X, X]: fewer than k experts come before a chosen one, and
   # ties go to the lower index.

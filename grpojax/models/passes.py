@@ -38,7 +38,7 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.gated_delta import Rows, Stored
 from grpojax.models.rope import RotaryTable, rope_tables
 
-UNCAST = ("embed", "router", "linear_conv")
+UNCAST = ("embed", "router", "shared_gate", "linear_conv")
 ROPE = "rope"  # name of the rotary tables in prepared parameters
 
 
@@ -277,13 +277,14 @@ class Passes:
       return x, _LayerOutput(cache_lib.of_prompt(row), experts)
 
     x = self._embed(params, prompt_ids[:, None])
-    x, outputs = layer_stacks.scan(self.config, body, x, params)
+    whole = self.whole_matrices(params)
+    x, outputs = layer_stacks.scan(self.config, body, x, params, whole=whole)
     keys_values, experts = _separate(outputs)
     return Prefix(
       last_hidden=self._last_hidden(params, x, prompt_mask),
       length=_lengths(prompt_mask),
       state=(keys_values, prompt_mask),
-      experts=moe.join_layers(self.config, experts)[:, 0] if record else None,
+      experts=self._join_experts(experts)[:, 0] if record else None,
     )
 
   def extend(
@@ -352,8 +353,7 @@ class Passes:
       experts = routed.experts if record else None
       return (x, states), _LayerOutput(row, experts)
 
-    # From sliced stacks, XLA:TPU would copy a layer's experts for every token.
-    whole = self._matrices_of_experts(params) if runs_kernels() else ()
+    whole = self.whole_matrices(params)
     own = cache  # of each layer: its slots, or the place of its state
     states = (None,) * len(cache)
     if self.config.period:
@@ -380,14 +380,23 @@ class Passes:
         for stack, state in zip(cache, states, strict=True)
       )
     cache = cache_lib.write(cache, tokens, positions, x)
-    experts = moe.join_layers(self.config, experts) if record else None
+    experts = self._join_experts(experts) if record else None
     return ExtendOutput(self._final_norm(params, x), cache, experts)
 
-  def _matrices_of_experts(self, params: Params) -> Sequence[str]:
-    """Returns the names of matrices that TPUs read from whole stacks."""
-    if self.platform != "tpu" or not self.config.experts:
+  def whole_matrices(self, params: Params) -> Sequence[str]:
+    """Returns the names of matrices that TPUs read from whole stacks.
+
+    From sliced stacks, XLA:TPU would copy a layer's experts for every token.
+    """
+    if self.platform != "tpu" or not runs_kernels():
       return ()
-    return moe.matrices_of(layer_stacks.stacks(params)[0])
+    stack = layer_stacks.stacks(params)[0]
+    return moe.matrices_of(stack[0] if isinstance(stack, list) else stack)
+
+  def _join_experts(self, experts: tuple[Any, ...]) -> Array:
+    """Joins the experts of all layers per token, in the layers' order."""
+    in_order = functools.partial(layer_stacks.in_order, self.config)
+    return moe.join_layers(self.config, tuple(map(in_order, experts)))
 
   def _decode_in_place(
     self, params, keys_values, x, context, cache, rows, record: bool
@@ -418,14 +427,13 @@ class Passes:
       stack = cache_lib.with_attention(stack, slots)
       return (x, stack), routed.experts if record else None
 
-    # From sliced stacks, XLA:TPU would copy a layer's experts for every token.
-    whole = self._matrices_of_experts(params)
+    whole = self.whole_matrices(params)
     scanned = keys_values, tuple(map(_indices, cache))
     x, outputs = layer_stacks.scan(
       config, body, x, params, *scanned, whole=whole, carried=cache
     )
     cache, experts = zip(*outputs, strict=True)
-    experts = moe.join_layers(config, experts) if record else None
+    experts = self._join_experts(experts) if record else None
     return ExtendOutput(self._final_norm(params, x), cache, experts)
 
   def forward(
@@ -489,6 +497,7 @@ class Passes:
       config, body, x, params, *scanned, remat=self.remat
     )
     # Sum the loads over the layers of all stacks; without weights all are None.
+    loads = [layer_stacks.in_order(config, x) for x in loads]
     load = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *loads)
     if flat is None:
       prompts, x = x

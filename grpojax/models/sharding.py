@@ -36,7 +36,7 @@ RULES = (
   (rf"layers/{_UP}_(bias|scale)", P(None, "tensor")),  # [L, ...]
   # Of linear layers' heads: [L, H] and [L, C, 1, taps]
   (r"layers/linear_(rate_bias|conv)", P(None, "tensor")),
-  (r"layers/router", P(None, _FSDP)),  # [L, D, X]
+  (r"layers/(router|shared_gate)", P(None, _FSDP)),  # [L, D, X]
   # Statistics of optax's Adafactor, [L, X, D] or [L, X, F]; others are small.
   (r"v_(row|col)/layers/expert_(gate|up|down)", P(None, "expert")),
   # [L, X, D, F] and [L, X, F, D]

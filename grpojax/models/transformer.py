@@ -6,6 +6,7 @@ a leading axis, in a single stack or a tuple of stacks (`last_layers`).
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -148,6 +149,7 @@ def _for_decoding(
   dtype: Any,
   longest: int,
   stacks: tuple[int, ...],
+  whole: Sequence[str],
   in_8_bits: bool,
 ) -> Params:
   """Casts, gathers and lays out parameters once for the token loop.
@@ -155,6 +157,7 @@ def _for_decoding(
   A tied embedding stays float32, and the output head is a cast copy. Rotary
   tables are stored, because XLA would compute them for every token and layer.
   `in_8_bits` quantizes matrices before they are gathered, to halve the traffic.
+  `whole` is as in `layer_stacks.by_place`.
   """
 
   def quantized(arrays):
@@ -180,7 +183,7 @@ def _for_decoding(
   parts = layer_stacks.split(params["layers"], stacks)
   if size := len(config.period):
     parts = tuple(
-      layer_stacks.by_place(config, part, count // size)
+      layer_stacks.by_place(config, part, count // size, whole)
       for part, count in zip(parts, stacks, strict=True)
     )
   return params | {"layers": parts}
@@ -280,17 +283,18 @@ def transformer(
     if separate:
       stacks = (size,) * (config.layers // size)
     decoding = passes.Passes(config, dtype, None, attend, runs_on)
-    return _lm(decoding, stacks, in_8_bits=cache_dtype == "int8"), stacks
+    lm = _lm(decoding, stacks, in_8_bits=cache_dtype == "int8")
+    return lm, stacks, decoding.whole_matrices
 
   def prepare(params, longest, weights_dtype="model", cache_dtype="model"):
     if longest is None:
       return model, _for_training(config, params, dtype)
-    decoding_lm, stacks = decoder(cache_dtype)
+    decoding_lm, stacks, whole_matrices = decoder(cache_dtype)
     if decode_attention.has_kernel(config, platform or jax.default_backend()):
       # The kernel reads live slots only, so the cache need not grow.
       decoding_lm = decoding_lm._replace(grow_cache=None)
-    options = dtype, longest, stacks, weights_dtype == "int8"
-    return decoding_lm, _for_decoding(config, params, *options)
+    options = stacks, whole_matrices(params), weights_dtype == "int8"
+    return decoding_lm, _for_decoding(config, params, dtype, longest, *options)
 
   model = _lm(passes.Passes(config, dtype, remat, attend), (config.layers,))
   lm = model._replace(prepare=prepare)

@@ -106,6 +106,13 @@ CONFIGS = {
     | dict(linear_num_key_heads=1, linear_num_value_heads=3)
     | dict(linear_conv_kernel_dim=3, rms_norm_eps=0.01),
   ),
+  "qwen3_5_moe": (
+    "qwen3_5_moe_text",
+    dict(EXPERTS | UNTIED, num_experts_per_tok=2, num_hidden_layers=4)
+    | dict(shared_expert_intermediate_size=10, rope_parameters=PARTIAL)
+    | dict(linear_num_key_heads=2, linear_num_value_heads=2, head_dim=8)
+    | dict(linear_key_head_dim=6, linear_value_head_dim=5, rms_norm_eps=0.01),
+  ),
   "qwen3_moe_top2": (
     "qwen3_moe",
     dict(EXPERTS, num_experts_per_tok=2, norm_topk_prob=True),
@@ -177,13 +184,13 @@ MARKS = {"qwen3": ()} | dict.fromkeys(
   "gemma2 qwen2_window llama3 llama_linear_biases mistral_window gemma3 "
   "qwen3_moe_top2 qwen2_yarn gemma smollm3 olmo3 granite_biases "
   "granitemoehybrid ministral mistral3 phi3_longrope_tied mixtral_top2 "
-  "qwen3_5".split(),
+  "qwen3_5 qwen3_5_moe".split(),
   pytest.mark.slow,
 )
 # With biases, norms, windows, experts and joined matrices; compilation is slow.
 WITH_GRADIENTS = (
   *("llama_linear_biases", "gemma3", "qwen3_moe_top2"),
-  *("olmo3", "phi3_longrope_tied", "qwen3_5"),
+  *("olmo3", "phi3_longrope_tied", "qwen3_5", "qwen3_5_moe"),
 )
 P = 7
 G = 2

@@ -42,6 +42,11 @@ EXAMPLES = {
   "qwen3_moe": BIASES | UNTIED | EXPERTS,
   "mixtral": UNTIED | {"num_local_experts": 3},
   "qwen3_5_text": BIASES | UNTIED | LINEAR,
+  "qwen3_5_moe_text": BIASES
+  | UNTIED
+  | LINEAR
+  | EXPERTS
+  | {"shared_expert_intermediate_size": 8},
 }
 LABELS = {"architectures": ["XForSequenceClassification"], "num_labels": 1}
 
@@ -108,7 +113,9 @@ def test_a_family_fulfils_its_contract(kind, labels):
   abstract = hf.abstract_params(hf_config)
   targets = f"layers/({'|'.join(lora.PROJECTIONS)})"
   adaptable = lora.targets_of(abstract, targets)
-  absent = {"gate", "up", "down"} if config.experts else set(lora.EXPERTS)
+  dense = {"gate", "up", "down"}
+  absent = dense if config.experts else set(lora.EXPERTS)
+  absent = set() if config.shared_mlp else absent
   absent |= set() if config.linear else set(lora.LINEAR)
   expected = set(lora.PROJECTIONS) - absent
   assert adaptable.keys() == {f"layers/{name}" for name in expected}
@@ -124,7 +131,7 @@ def test_families_refuse_unknown_keys_and_values(kind):
     read(mlp_multiplier=2.0)
   _, fixed, _ = config_json._keys(hf.FAMILIES[kind])
   assert fixed["qkv_bias"] == (kind == "qwen2")
-  with_norm = ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text")
+  with_norm = ("gemma3_text", *(x for x in EXAMPLES if x[:5] == "qwen3"))
   assert fixed["use_qk_norm"] == (kind in with_norm)
   for key, value in fixed.items():
     assert read(**{key: value}) == read(), key

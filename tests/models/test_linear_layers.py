@@ -41,6 +41,15 @@ CONFIG = config_with(
   linear=Sizes(key_heads=2, value_heads=4, key_dim=4, value_dim=3),
   linear_layers=(True, False),
 )
+EXPERTS = dataclasses.replace(
+  CONFIG,
+  layers=6,
+  linear_layers=(True, False, True) * 2,
+  experts=5,
+  experts_per_token=2,
+  normalize_experts=True,
+  shared_mlp=7,
+)
 LM = transformer(CONFIG)
 PARAMS = random_params(LM)
 PROMPTS = prompts_of(RNG, (5, 2))
@@ -60,6 +69,35 @@ def test_sampled_logprobs_are_the_trainers():
   got = np.where(drawn.completion_mask, drawn.logprobs, want)
   np.testing.assert_allclose(got, want, atol=1e-5)
   assert drawn.completion_mask.sum() > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("shallow", [0, 8])
+def test_experts_are_recorded_and_replayed(monkeypatch, shallow, platform):
+  monkeypatch.setattr(layer_stacks, "SHALLOW", shallow)
+  lm = transformer(EXPERTS, platform=platform)
+  params = random_params(lm)
+  drawn = sample(lm.recording(), params, PROMPTS, max_new_tokens=9)
+  real = drawn.completion_mask
+  assert drawn.experts.shape[-1] == 12
+
+  def errors(experts, prompt_experts):
+    recorded = dict(experts=experts, prompt_experts=prompt_experts)
+    tokens = drawn.tokens.replace(**recorded)
+    first, hidden, _ = lm.forward(params, tokens)
+    first = jnp.broadcast_to(first[:, None, None], hidden[:, :, :1].shape)
+    hidden = jnp.concatenate([first, hidden[:, :, :-1]], axis=2)
+    logp = jax.nn.log_softmax(lm.unembed(params, hidden))
+    ids = drawn.completion_ids[..., None]
+    logp = jnp.take_along_axis(logp, ids, axis=-1)[..., 0]
+    return np.abs(np.where(real, logp - drawn.logprobs, 0))
+
+  recorded = drawn.experts, drawn.prompt_experts
+  assert errors(None, None).max() < 1e-4
+  assert errors(*recorded).max() < 1e-4
+  # Those of another layer make a difference.
+  assert errors(*(jnp.roll(x, 2, axis=-1) for x in recorded)).mean() > 0.01
 
 
 def decode(params, cache, ids, positions):
@@ -180,16 +218,17 @@ def test_adapters_train_linear_layers():
   )
 
 
-def check_mesh(sizes):
+def check_mesh(sizes, lm=LM):
   """A rollout and a gradient are those of a single device."""
+  params = random_params(lm)
   program = lambda params: (
-    gradient(LM, params),
-    sample(LM, params, PROMPTS, max_new_tokens=8).logprobs,
+    gradient(lm, params),
+    sample(lm, params, PROMPTS, max_new_tokens=8).logprobs,
   )
-  want = program(PARAMS)
+  want = program(params)
   mesh = meshes.make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
   with jax.set_mesh(mesh):
-    placed = jax.device_put(PARAMS, sharding.shardings(PARAMS, mesh))
+    placed = jax.device_put(params, sharding.shardings(params, mesh))
     got = program(placed)
   assert_near(got, want)
 
@@ -197,6 +236,8 @@ def check_mesh(sizes):
 def main():
   check_mesh((1, 1, 1, 2))
   check_mesh((1, 2, 1, 2))
+  four = dataclasses.replace(EXPERTS, experts=4)
+  check_mesh((1, 1, 2, 2), transformer(four, platform="tpu"))
 
 
 @pytest.mark.slow

@@ -147,6 +147,30 @@ def test_experts_are_stacked_on_a_second_axis(tmp_path):
     np.testing.assert_array_equal(array[i, x], tensors[f"{i}.{x}"].T)
 
 
+def test_joined_experts_are_read_one_by_one(tmp_path):
+  rng = np.random.default_rng(0)
+  prefix = "model.layers.0.mlp.experts"
+  joined = {
+    f"{prefix}.gate_up_proj": rng.random((3, 8, 5)).astype(BF16),
+    f"{prefix}.down_proj": rng.random((3, 5, 4)).astype(BF16),
+  }
+  # Of other shapes, and of another format: not split.
+  others = {
+    "x.mlp.experts.gate_up_proj": rng.random((3, 7, 5)),
+    "y.mlp.experts.gate_up_proj": np.ones((3, 8, 5), np.int8),
+  }
+  save_file(joined | others, tmp_path / "model.safetensors")
+  split = weights.split_experts(weights.find(tmp_path))
+  assert others.keys() <= split.keys() and len(split) == 3 * 3 + len(others)
+  for i in range(3):
+    gate, up = np.split(joined[f"{prefix}.gate_up_proj"][i], 2)
+    down = joined[f"{prefix}.down_proj"][i]
+    for name, want in (("gate", gate), ("up", up), ("down", down)):
+      stored = split[f"{prefix}.{i}.{name}_proj.weight"]
+      assert stored.shape == want.shape
+      np.testing.assert_array_equal(stored.rows(1, 3), want[1:3])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
 def test_saving_in_shards_is_bit_exact(sharded, dtype, tmp_path):

@@ -58,7 +58,7 @@ def _rope(hf_config: dict[str, Any]):
   return config_json.rope(hf_config | ropes, share)
 
 
-def config(hf_config: dict[str, Any]) -> TransformerConfig:
+def config(hf_config: dict[str, Any], **changes: Any) -> TransformerConfig:
   """Reads a complete config.json of model_type "qwen3_5_text"."""
   interval = hf_config["full_attention_interval"]
   layers = range(1, hf_config["num_hidden_layers"] + 1)
@@ -81,4 +81,5 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
     attention_gate=True,
     linear=sizes,
     linear_layers=linear_layers,
+    **changes,
   )

@@ -34,6 +34,7 @@ from grpojax.models.families import (
   qwen2,
   qwen3,
   qwen3_5,
+  qwen3_5_moe,
   qwen3_moe,
   smollm3,
 )
@@ -59,6 +60,7 @@ FAMILIES = {
   "qwen3_moe": qwen3_moe,
   "mixtral": mixtral,
   "qwen3_5_text": qwen3_5,
+  "qwen3_5_moe_text": qwen3_5_moe,
 }
 """Module of each family, by config.json's model_type.
 
@@ -242,8 +244,9 @@ def load_params(
   else:
     tensors = weights.find(directory)
     stored = weights.read_json(directory / "config.json")
-    if "text_config" in stored or stored.get("model_type") == "qwen3_5_text":
+    if "text_config" in stored or hf_config["model_type"].startswith("qwen3_5"):
       tensors = weights.text_part(tensors)
+    tensors = weights.split_experts(tensors)
   # Old exporters stored rotary frequencies, which follow from config.json.
   surplus = "rotary_emb.inv_freq"
   needed = {n: x for n, x in tensors.items() if not n.endswith(surplus)}

@@ -5,6 +5,7 @@ transposed. It is read straight into the shards of a `jax.Array`, so the host
 needs memory for a single leaf. Pickled weights are never read.
 """
 
+import itertools
 import json
 import math
 import pathlib
@@ -164,6 +165,29 @@ def text_part(tensors: dict[str, Stored]) -> dict[str, Stored]:
       raise ValueError(f"{x.file} and {text[name].file} both have {name}")
     text[name] = x
   return text
+
+
+def split_experts(tensors: dict[str, Stored]) -> dict[str, Stored]:
+  """Returns the tensors with each expert's matrices in place of joined ones.
+
+  Qwen3.5 stores the matrices [2 F, D] (gate, up) and [D, F] of a layer's X
+  experts as mlp.experts.gate_up_proj [X, 2 F, D] and mlp.experts.down_proj.
+  """
+  split = {}
+  for name, x in tensors.items():
+    prefix, _, joined = name.rpartition("mlp.experts.")
+    kinds = joined.removesuffix("_proj").split("_")
+    is_joined = joined in ("gate_up_proj", "down_proj") and len(x.shape) == 3
+    if not is_joined or x.shape[1] % len(kinds) or x.dtype not in STORED_DTYPES:
+      split[name] = x
+      continue
+    shape = x.shape[1] // len(kinds), x.shape[2]
+    size = math.prod(shape) * STORED_DTYPES[x.dtype].itemsize
+    matrices = itertools.product(range(x.shape[0]), kinds)
+    for i, (expert, kind) in enumerate(matrices):
+      name = f"{prefix}mlp.experts.{expert}.{kind}_proj.weight"
+      split[name] = x._replace(shape=shape, offset=x.offset + i * size)
+  return split
 
 
 def _listed(names: list[str]) -> str:
