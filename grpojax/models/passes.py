@@ -343,7 +343,7 @@ class Passes:
     def body(carry, local, layer, prompt, own):
       x, states = carry
       is_linear = block.is_linear(layer)
-      own = Stored(states[0], own) if is_linear else own
+      own = Stored(states[0], own, self.platform) if is_linear else own
       x, row, routed = block.block(
         self.config, x, layer, local, context, prompt, own, None
       )
@@ -408,7 +408,7 @@ class Passes:
       x, stack = carry
       if block.is_linear(layer):
         state, *others = stack.linear
-        stored = Stored(state, index)
+        stored = Stored(state, index, self.platform)
         x, state, routed = block.block(
           config, x, layer, local, context, prompt, stored, None
         )
