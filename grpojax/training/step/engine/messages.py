@@ -100,10 +100,11 @@ def _refuse_constant(name: str) -> None:
   raise ValueError(f"{name} is not a number")
 
 
-def field(value: Any, name: str, kind: type) -> Any:
+def field(value: Any, name: str, kind: Any) -> Any:
   """Returns `value[name]`; raises Invalid if it is missing or no `kind`."""
   if not isinstance(value, dict) or not isinstance(value.get(name), kind):
-    raise Invalid(f"{name} is not a {kind.__name__}: {str(value)[:200]}")
+    kind = getattr(kind, "__name__", kind)
+    raise Invalid(f"{name!r} is no {kind}: {str(value)[:200]}")
   return value[name]
 
 
@@ -112,28 +113,33 @@ def read(
   request: Request,
   vocabulary: Vocabulary,
   path: str,
-  version: str,
+  model: str,
+  version: str | None = None,
 ) -> list[Completion]:
   """Returns the completions in an answer of `GENERATE` or `COMPLETIONS`.
 
-  Raises Invalid for an answer of another form, and Stale unless `version` is
-  the version of the weights or the name of the adapter.
+  Raises Invalid for an answer of another form, and Stale for completions of
+  another `model` or, if any, `version` of the weights.
   """
+  if isinstance(answer, dict) and (answer.get("model") or model) != model:
+    raise Stale(f"a server sampled by {answer['model']!r}, not {model!r}")
   choices = field(answer, "choices", list)
   order = sorted(field(choice, "index", int) for choice in choices)
   if order != list(range(request.count)):
     raise Invalid(f"choices are numbered {order}, not 0 to {request.count - 1}")
   choices.sort(key=lambda choice: choice["index"])
-  served = {answer.get("model")}
   completions = []
   for choice in choices:
-    versions = choice.get("weight_versions")
-    served = versions or served
+    if version is not None:
+      spans = field(choice, "weight_versions", list)
+      versions = {field(span, "version", str) for span in spans}
+      if versions != {version}:
+        raise Stale(f"completions of weights {versions}, not {version!r}")
     ids = field(choice, "token_ids", list)
     logprobs = field(choice, "logprobs", dict)
     if path == GENERATE:
       tokens = field(logprobs, "content", list)
-      values = [token["logprob"] for token in tokens]
+      values = [field(token, "logprob", int | float) for token in tokens]
     else:
       values = field(logprobs, "token_logprobs", list)
     completions.append(checked(ids, values, request, vocabulary))

@@ -161,8 +161,9 @@ def ask(
   def send() -> list[Completion]:
     text = server.call(at.url, at.path, body, engine.seconds)
     answer = messages.parse(text)
+    version = None if weights.is_adapter else weights.version
     return messages.read(
-      answer, request, engine.vocabulary, at.path, weights.version
+      answer, request, engine.vocabulary, at.path, model, version
     )
 
   def recover() -> None:

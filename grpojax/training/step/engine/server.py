@@ -101,7 +101,7 @@ def has(url: str, weights: Weights) -> bool:
   if weights.is_adapter:
     return weights.version in _models(url)
   info = messages.parse(call(url, "/weight_info"))
-  return weights.version in str(info)
+  return messages.field(info, "weight_version", str) == weights.version
 
 
 def load(url: str, weights: Weights, timeout: float) -> None:
