@@ -5,6 +5,7 @@ import json
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from run_helpers import refusal, rows_of
@@ -166,9 +167,9 @@ def open_sampler(stub, policy, toy_model, settings_with, tmp_path, one_device):
     )
     own = policy
     if settings.lora.rank:
-      options = {"rank": 2, "alpha": 8.0, "targets": settings.lora.targets}
+      options = vars(settings.lora)
       own = policies.with_adapters(policy, jax.random.key(1), **options)
-      noise = lambda x: x + 0.3 * jax.random.normal(jax.random.key(2), x.shape)
+      noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape)
       own = own._replace(params=jax.tree.map(noise, own.params))
     ids = np.arange(8, dtype=np.int32).reshape(4, 2) + 3
     mask = np.array([[True, True], [True, False], [True, True], [False] * 2])
@@ -181,7 +182,7 @@ def open_sampler(stub, policy, toy_model, settings_with, tmp_path, one_device):
 
 def draw(run, policy, prompts, key=3, params=None):
   params = policy.params if params is None else params
-  return result(run(params, prompts, [], jax.random.key(key), np.int32(0)))
+  return result(run(params, prompts, [], jax.random.key(key), jnp.int32(0)))
 
 
 @pytest.mark.slow
@@ -313,7 +314,8 @@ def test_a_run_samples_by_an_engine(stub, train_short, tmp_path, ahead, rank):
   train_short(**settings)
   rows = rows_of(tmp_path / "run")
   assert len(rows) == 3
-  assert all(row["seconds_sync"] >= 0 for row in rows)
+  # Ahead of its last step a run samples nothing.
+  assert all(row["seconds_sync"] >= 0 for row in rows[: 3 - ahead])
   assert rows[0]["rollout_mismatch_mean"] < 1e-5
   assert rows[2]["rollout_mismatch_mean"] < (1e-2 if ahead else 1e-5)
 

