@@ -144,9 +144,6 @@ def _engine_needs(s: TrainSettings) -> Needs:
       "vLLM cuts by min_p before top_p, grpojax after it: sampling.top_p = 1"
     )
     yield {"sampling.min_p": 0}, why
-  if jax.distributed.is_initialized() and jax.process_count() > 1:
-    why = "a run with an engine is a single process: one process"
-    yield {"sampling.engine": ()}, why
 
 
 Rows = Iterator[tuple[str, str]]

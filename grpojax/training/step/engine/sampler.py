@@ -7,6 +7,7 @@ Each prompt is one request to one server. A failed request is sent again, also
 to a server that was started again, which first loads the weights.
 """
 
+import atexit
 import functools
 import itertools
 import pathlib
@@ -28,6 +29,8 @@ from grpojax.core.logprobs import token_logprobs
 from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
+from grpojax.runtime.files import run_storage
+from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
 from grpojax.training.settings.run import TrainSettings
@@ -150,6 +153,26 @@ def open_servers(
   return on_all(calls, options.engine_timeout, check)
 
 
+def check_servers(
+  settings: TrainSettings,
+  run: pathlib.Path,
+  check_signals: CheckSignals = lambda: None,
+) -> None:
+  """Checks the servers, and that they can read weights; raises NoSamples."""
+  addresses = ", ".join(settings.sampling.engine)
+  if distributed.several():
+    raise sampling.NoSamples(
+      f"sampling.engine = {addresses}: needs a run of a single process"
+    )
+  url = run_storage.origin(run)
+  if not settings.sampling.engine_weights and run_storage.is_url(url):
+    raise sampling.NoSamples(
+      f"{url} is no directory that servers can read: set "
+      "sampling.engine_weights to a shared one"
+    )
+  open_servers(settings, check_signals)
+
+
 def ask(
   engine: Engine, weights: Weights, number: int, request: Request, stop
 ) -> list[Completion]:
@@ -190,8 +213,13 @@ def publisher(
   # A server keeps adapters and cached prompts by name, so no run reuses one.
   prefix = f"{settings.name}-{secrets.token_hex(4)}"
   numbers = itertools.count(1)
-  for old in directory.glob(f"{settings.name}-{'[0-9a-f]' * 8}-*"):
-    shutil.rmtree(old, ignore_errors=True)  # left by a killed run
+
+  def remove(versions: str) -> None:
+    for old in directory.glob(versions):
+      shutil.rmtree(old, ignore_errors=True)
+
+  remove(f"{settings.name}-{'[0-9a-f]' * 8}-*")  # left by a killed run
+  atexit.register(remove, f"{prefix}-*")
   last: list[tuple[Array, Weights]] = []
 
   def publish(params: Params, check: CheckSignals) -> Weights:
