@@ -33,8 +33,8 @@ VARIABLES = (
   "OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind"
 )
 FLAGS = (
-  "--served-model-name base --dtype float32 --enforce-eager --max-model-len 512 "
-  "--max-num-seqs 64 --enable-lora --logprobs-mode processed_logprobs "
+  "--served-model-name base --dtype float32 --enforce-eager "
+  "--max-model-len 512 --enable-lora --logprobs-mode processed_logprobs "
   "--enable-scale-out --host 127.0.0.1"
 )
 

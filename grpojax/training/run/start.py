@@ -80,7 +80,7 @@ def check(
   )
   if settings.sampling.engine:
     try:
-      engine.check_servers(settings, directory, check_signals)
+      engine.open_servers(settings, directory, check_signals)
     except NoSamples as error:
       raise ValueError(str(error)) from error
   environment = reward_pool.environment

@@ -128,21 +128,14 @@ def _sampling_needs(s: TrainSettings) -> Needs:
 
 
 def _engine_needs(s: TrainSettings) -> Needs:
-  off = "sampling.engine = ()"
-  why = f"a server ends completions by ids alone: {off}"
-  yield {"sampling.stop": ()}, why
-  why = f"a server samples on its own devices, in its own formats: {off}"
+  why = "needs our own sampler: sampling.engine = ()"
+  ours = {"sampling.stop": (), "reward.on_device": False}
+  ours |= {"environment.path": "", "environment.tools": ()}
+  ours |= {"loss.router_replay": False, "mesh.sampling_devices": 0}
   formats = ("sampling.weights_dtype", "sampling.cache_dtype")
-  yield dict.fromkeys(formats, "model") | {"mesh.sampling_devices": 0}, why
-  yield {"reward.on_device": False}, why
-  why = f"a server's completions have a single turn: {off}"
-  yield {"environment.path": "", "environment.tools": ()}, why
-  why = f"the experts of a server's tokens are not read: {off}"
-  yield {"loss.router_replay": False}, why
+  yield ours | dict.fromkeys(formats, "model"), why
   if s.sampling.distribution.top_p < 1:
-    why = (
-      "vLLM cuts by min_p before top_p, grpojax after it: sampling.top_p = 1"
-    )
+    why = "vLLM cuts by min_p before top_p, grpojax after: sampling.top_p = 1"
     yield {"sampling.min_p": 0}, why
 
 

@@ -155,23 +155,20 @@ def checked(
   """Returns a completion; raises Invalid if the request cannot have it."""
   known = vocabulary.known
   for i in ids:
-    whole = isinstance(i, int) and not isinstance(i, bool)
-    if not whole or not 0 <= i < len(known) or not known[i]:
+    if type(i) is not int or not 0 <= i < len(known) or not known[i]:
       raise Invalid(f"{i!r} is no id of a token of the policy")
-  ended = [i for i, token in enumerate(ids) if token in vocabulary.ends]
-  length = ended[0] + 1 if ended else request.max_tokens
+  ends = [place for place, i in enumerate(ids) if i in vocabulary.ends]
+  length = ends[0] + 1 if ends else request.max_tokens
   if len(ids) != length or length > request.max_tokens:
     raise Invalid(
       f"a completion has {len(ids)} tokens, not {length}: it must end with its "
       f"first EOS, or have {request.max_tokens} tokens (is the server's "
       "--max-model-len too small?)"
     )
-  values = []
   for x in logprobs:
-    number = isinstance(x, int | float) and not isinstance(x, bool)
-    if not number or not math.isfinite(x) or x > 1e-3:
+    # A sum of rounded probabilities may exceed 1.
+    if type(x) not in (int, float) or not -math.inf < x < 1e-3:
       raise Invalid(f"{x!r} is no log-probability")
-    values.append(min(float(x), 0.0))
-  if len(values) != len(ids):
-    raise Invalid(f"{len(ids)} tokens have {len(values)} log-probabilities")
-  return Completion(list(ids), values)
+  if len(logprobs) != len(ids):
+    raise Invalid(f"{len(ids)} tokens have {len(logprobs)} log-probabilities")
+  return Completion(list(ids), [min(float(x), 0.0) for x in logprobs])

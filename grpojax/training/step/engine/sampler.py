@@ -15,9 +15,9 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,8 +27,10 @@ from grpojax.core import decoding, meshes, rows
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.types import Params, Prompts, Rollout
+from grpojax.environments.episodes import result
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
+from grpojax.runtime.cli.configs import config_error
 from grpojax.runtime.files import run_storage
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenization
@@ -46,15 +48,6 @@ TEMPERATURE = 0.7  # of the samples in `check_logprobs`
 LARGEST_MISMATCH = 0.1  # nats per token, if the server has the policy's weights
 
 CheckSignals = Callable[[], Any]
-
-
-class Engine(NamedTuple):
-  """Servers, and what their completions must be."""
-
-  servers: Sequence[Server]
-  vocabulary: messages.Vocabulary
-  seconds: float  # of failures in a row, after which the run stops
-  locks: Sequence[threading.Lock]  # one thread at a time loads a server
 
 
 # Requests
@@ -112,88 +105,82 @@ def start(calls: Sequence[Callable[[], Any]]) -> list[futures.Future]:
   return results
 
 
-def waiting(results: Sequence[futures.Future], check: CheckSignals) -> Iterator:
-  """Yields at least once, and until all results are there or one failed."""
+def waiting(results: Sequence[futures.Future], check: CheckSignals):
+  """Yields until all results are there, and returns them; raises an error."""
   yield ()
   while True:
     check()
     options = {"timeout": 0.05, "return_when": futures.FIRST_EXCEPTION}
     done, pending = futures.wait(results, **options)
-    for result in done:
-      result.result()  # raises its error
+    for finished in done:
+      finished.result()  # raises its error
     if not pending:
-      return
+      return [x.result() for x in results]
     yield ()
 
 
 def on_all(
-  calls: Sequence[Callable[[], Any]], seconds: float, check: CheckSignals
+  function: Callable[[Any], Any],
+  servers: Sequence[Any],
+  seconds: float,
+  check: CheckSignals,
 ) -> list[Any]:
-  """Returns the results of calls, each of them repeated after failures."""
+  """Maps a function over servers, and repeats it after failures."""
   stop = threading.Event()
-  insisting = [functools.partial(insist, x, seconds, stop) for x in calls]
-  results = start(insisting)
+  calls = [functools.partial(function, at) for at in servers]
+  calls = [functools.partial(insist, call, seconds, stop) for call in calls]
   try:
-    for _ in waiting(results, check):
-      pass
+    return result(waiting(start(calls), check))
   finally:
     stop.set()
-  return [result.result() for result in results]
 
 
 def open_servers(
-  settings: TrainSettings, check: CheckSignals = lambda: None
-) -> list[Server]:
-  """Waits for the servers; raises NoSamples if one lacks an endpoint."""
-  options = settings.sampling
-  calls = [
-    functools.partial(server.opened, url, settings.lora.rank > 0)
-    for url in options.engine
-  ]
-  return on_all(calls, options.engine_timeout, check)
-
-
-def check_servers(
   settings: TrainSettings,
   run: pathlib.Path,
-  check_signals: CheckSignals = lambda: None,
-) -> None:
-  """Checks the servers, and that they can read weights; raises NoSamples."""
-  addresses = ", ".join(settings.sampling.engine)
+  check: CheckSignals = lambda: None,
+) -> list[Server]:
+  """Waits for the servers of a run in the directory `run`.
+
+  Raises NoSamples if a server lacks an endpoint or cannot read weights.
+  """
+  options = settings.sampling
+  why = ""
   if distributed.several():
-    raise sampling.NoSamples(
-      f"sampling.engine = {addresses}: needs a run of a single process"
-    )
-  url = run_storage.origin(run)
-  if not settings.sampling.engine_weights and run_storage.is_url(url):
-    raise sampling.NoSamples(
-      f"{url} is no directory that servers can read: set "
-      "sampling.engine_weights to a shared one"
-    )
-  open_servers(settings, check_signals)
+    why = "needs a run of a single process"
+  elif not options.engine_weights and run_storage.is_url(
+    run_storage.origin(run)
+  ):
+    why = "cannot read a run on gs://: set sampling.engine_weights"
+  if why:
+    text = config_error("sampling.engine", options.engine, why)
+    raise sampling.NoSamples(text)
+  opened = functools.partial(server.opened, adapters=settings.lora.rank > 0)
+  return on_all(opened, options.engine, options.engine_timeout, check)
 
 
 def ask(
-  engine: Engine, weights: Weights, number: int, request: Request, stop
+  at: Server,
+  weights: Weights,
+  request: Request,
+  vocabulary: messages.Vocabulary,
+  seconds: float,
+  stop: threading.Event,
 ) -> list[Completion]:
-  """Asks server `number` for completions, and repeats a failed request."""
-  at = engine.servers[number]
+  """Asks a server for completions, and repeats a failed request."""
   model = weights.version if weights.is_adapter else at.base
-  body = messages.body(request, engine.vocabulary, at.path, model)
+  version = None if weights.is_adapter else weights.version
+  body = messages.body(request, vocabulary, at.path, model)
 
   def send() -> list[Completion]:
-    text = server.call(at.url, at.path, body, engine.seconds)
-    answer = messages.parse(text)
-    version = None if weights.is_adapter else weights.version
-    return messages.read(
-      answer, request, engine.vocabulary, at.path, model, version
-    )
+    answer = messages.parse(server.call(at.url, at.path, body, seconds))
+    return messages.read(answer, request, vocabulary, at.path, model, version)
 
   def recover() -> None:
-    with engine.locks[number]:
-      server.load(at.url, weights, engine.seconds)
+    with at.lock:  # one thread loads the weights, the others have them
+      server.load(at, weights, seconds)
 
-  return insist(send, engine.seconds, stop, recover)
+  return insist(send, seconds, stop, recover)
 
 
 # Weights
@@ -203,7 +190,7 @@ def publisher(
   settings: TrainSettings,
   policy: policies.Policy,
   directory: pathlib.Path,
-  engine: Engine,
+  servers: Sequence[Server],
 ) -> Callable[[Params, CheckSignals], Weights]:
   """Returns a function that makes all servers serve parameters.
 
@@ -212,7 +199,9 @@ def publisher(
   """
   # A server keeps adapters and cached prompts by name, so no run reuses one.
   prefix = f"{settings.name}-{secrets.token_hex(4)}"
+  seconds = settings.sampling.engine_timeout
   numbers = itertools.count(1)
+  last: list[tuple[Array, Weights]] = []
 
   def remove(versions: str) -> None:
     for old in directory.glob(versions):
@@ -220,7 +209,6 @@ def publisher(
 
   remove(f"{settings.name}-{'[0-9a-f]' * 8}-*")  # left by a killed run
   atexit.register(remove, f"{prefix}-*")
-  last: list[tuple[Array, Weights]] = []
 
   def publish(params: Params, check: CheckSignals) -> Weights:
     leaf = jax.tree.leaves(params)[0]
@@ -229,41 +217,24 @@ def publisher(
     version = f"{prefix}-{next(numbers)}"
     path = directory / version
     weights = Weights(version, path, policy.frozen is not None)
-    write(settings, policy, params, path)
-    seconds = engine.seconds
-    urls = [at.url for at in engine.servers]
-    loads = [functools.partial(server.load, x, weights, seconds) for x in urls]
-    on_all(loads, seconds, check)
+    files = policy.files
+    if weights.is_adapter:
+      base = str(files.directory)
+      lora.save_peft(path, params, files.config, settings.lora.alpha, base)
+    else:
+      options = settings.model
+      dtype = {"dtype": options.dtype, "ignore_keys": options.ignore_keys}
+      hf.save(path, params, files.directory, **dtype)
+    load = lambda at: server.load(at, weights, seconds)
+    on_all(load, servers, seconds, check)
     if last:
       _, old = last.pop()
-      unloads = [functools.partial(server.unload, url, old) for url in urls]
-      on_all(unloads, seconds, check)
-      shutil.rmtree(old.directory, ignore_errors=True)
+      on_all(lambda at: server.unload(at, old), servers, seconds, check)
+      remove(old.version)
     last.append((leaf, weights))
     return weights
 
   return publish
-
-
-def write(
-  settings: TrainSettings,
-  policy: policies.Policy,
-  params: Params,
-  path: pathlib.Path,
-) -> None:
-  """Writes parameters to a new directory: adapters for peft, or all weights."""
-  files = policy.files
-  if policy.frozen is not None:
-    base = str(files.directory)
-    lora.save_peft(path, params, files.config, settings.lora.alpha, base)
-    return
-  hf.save(
-    path,
-    params,
-    files.directory,
-    dtype=settings.model.dtype,
-    ignore_keys=settings.model.ignore_keys,
-  )
 
 
 # Samples
@@ -294,25 +265,22 @@ def rollout_of(
   pad_id: int,
 ) -> Rollout:
   """Returns the rollout of B groups of G completions, with T = `length`."""
-  shape = len(groups), max(map(len, groups)), length
-  ids = np.full(shape, pad_id, np.int32)
-  logprobs = np.zeros(shape, np.float32)
-  lengths = np.zeros(shape[:2], np.int32)
-  finished = np.zeros(shape[:2], bool)
-  for i, group in enumerate(groups):
-    for j, completion in enumerate(group):
-      count = len(completion.ids)
-      ids[i, j, :count] = completion.ids
-      logprobs[i, j, :count] = completion.logprobs
-      lengths[i, j] = count
-      finished[i, j] = count > 0 and completion.ids[-1] in ends
+  samples = [completion for group in groups for completion in group]
+  size = len(groups), len(groups[0])
+  lengths = np.reshape([len(x.ids) for x in samples], size)
+  mask = np.arange(length) < lengths[..., None]
+  ids = np.full(mask.shape, pad_id, np.int32)
+  ids[mask] = [token for x in samples for token in x.ids]
+  logprobs = np.zeros(mask.shape, np.float32)
+  logprobs[mask] = [value for x in samples for value in x.logprobs]
+  ended = [bool(x.ids) and x.ids[-1] in ends for x in samples]
   return Rollout(
     prompt_ids=prompts.prompt_ids,
     prompt_mask=prompts.prompt_mask,
     completion_ids=ids,
-    completion_mask=np.arange(length) < lengths[..., None],
+    completion_mask=mask,
     logprobs=logprobs,
-    finished=finished,
+    finished=np.reshape(ended, size),
   )
 
 
@@ -360,53 +328,48 @@ def make_sampler(
   """Returns a sampler; it writes weights below the run's `directory`."""
   options = settings.sampling
   length = options.max_new_tokens
-  servers = open_servers(settings)
-  locks = [threading.Lock() for _ in servers]
-  seconds = options.engine_timeout
-  engine = Engine(servers, vocabulary_of(policy), seconds, locks)
-  directory = pathlib.Path(options.engine_weights or directory / "engine")
-  publish = publisher(settings, policy, directory.absolute(), engine)
+  vocabulary = vocabulary_of(policy)
+  servers = open_servers(settings, directory)
+  path = pathlib.Path(options.engine_weights or directory / "engine")
+  publish = publisher(settings, policy, path.absolute(), servers)
   empty = [Completion([], [])] * group_size
-  checked = []  # versions of weights that passed `check_logprobs`
+  checked = False
 
   def ask_all(weights, key, first, stop, prompts, length, distribution):
     """Starts a request per prompt; a prompt without tokens pads the batch."""
     ids, mask = meshes.fetch((prompts.prompt_ids, prompts.prompt_mask))
+    common = {"vocabulary": vocabulary, "seconds": options.engine_timeout}
     calls = []
     for i, seed in enumerate(seeds(key, first, len(ids), group_size)):
       row = ids[i][mask[i]].tolist()
       request = Request(row, group_size, length, seed, distribution)
-      number = i % len(servers)
-      call = functools.partial(ask, engine, weights, number, request, stop)
+      at = servers[i % len(servers)]
+      call = functools.partial(ask, at, weights, request, stop=stop, **common)
       calls.append(call if row else lambda: empty)
     return start(calls)
 
   def sample(params, prompts, examples, key, *first, check_signals=None):
     del examples
+    nonlocal checked
     check = check_signals or (lambda: None)
     began = time.perf_counter()
     weights = publish(params, check)
     stop = threading.Event()
-    number = first[0] if first else 0
-    begin = functools.partial(ask_all, weights, key, number, stop)
+    begin = functools.partial(ask_all, weights, key, *(first or (0,)), stop)
     tokens = {"ends": policy.eos_ids, "pad_id": policy.pad_id}
     try:
       if not checked:
         one = rows.take(prompts, slice(0, 1))
-        tried = begin(one, TRIED, Sampling(TEMPERATURE))
-        for _ in waiting(tried, check):
-          pass
-        groups = [x.result() for x in tried]
-        rollout = rollout_of(one, groups, TRIED, **tokens)
-        check_logprobs(policy, params, rollout, mesh)
-        checked.append(weights.version)
+        asked = begin(one, TRIED, Sampling(TEMPERATURE))
+        tried = rollout_of(one, result(waiting(asked, check)), TRIED, **tokens)
+        check_logprobs(policy, params, tried, mesh)
+        checked = True
       times = {"sync": time.perf_counter() - began}
       # From the first yield on, the parameters may be donated.
       asked = begin(prompts, length, options.distribution)
-      yield from waiting(asked, check)
+      groups = yield from waiting(asked, check)
     finally:
       stop.set()
-    groups = [x.result() for x in asked]
     rollout = rollout_of(prompts, groups, length, **tokens)
     return episodes.sampled(rows.place(rollout, mesh), None, times)
 

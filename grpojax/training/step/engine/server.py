@@ -1,8 +1,10 @@
 """HTTP requests to a vLLM server, and the weights that it serves."""
 
+import functools
 import http.client
 import json
 import pathlib
+import threading
 import urllib.error
 import urllib.request
 from typing import Any, NamedTuple
@@ -36,6 +38,7 @@ class Server(NamedTuple):
   url: str
   path: str  # endpoint that samples
   base: str  # name of the base model
+  lock: threading.Lock
 
 
 class Weights(NamedTuple):
@@ -85,7 +88,7 @@ def opened(url: str, adapters: bool) -> Server:
     )
   for name, parent in _models(url).items():
     if not parent:
-      return Server(url, path, name)
+      return Server(url, path, name, threading.Lock())
   raise messages.Invalid(f"{url}/v1/models names no base model")
 
 
@@ -96,33 +99,33 @@ def _models(url: str) -> dict[str, Any]:
   return {messages.field(row, "id", str): row.get("parent") for row in rows}
 
 
-def has(url: str, weights: Weights) -> bool:
+def has(at: Server, weights: Weights) -> bool:
   """Returns True if a server serves the weights."""
   if weights.is_adapter:
-    return weights.version in _models(url)
-  info = messages.parse(call(url, "/weight_info"))
+    return weights.version in _models(at.url)
+  info = messages.parse(call(at.url, "/weight_info"))
   return messages.field(info, "weight_version", str) == weights.version
 
 
-def load(url: str, weights: Weights, timeout: float) -> None:
+def load(at: Server, weights: Weights, timeout: float) -> None:
   """Loads the weights, unless the server has them already."""
-  if has(url, weights):
+  if has(at, weights):
     return
+  post = functools.partial(call, at.url, timeout=timeout)
   path = str(weights.directory)
   if weights.is_adapter:
     adapter = {"lora_name": weights.version, "lora_path": path}
-    call(url, "/v1/load_lora_adapter", adapter, timeout)
+    post("/v1/load_lora_adapter", adapter)
     return
   # Requests wait while the server is paused.
   reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-  call(url, "/pause?mode=wait", {}, timeout)
-  call(url, "/collective_rpc", reload, timeout)
-  version = {"new_version": weights.version}
-  call(url, "/update_weight_version", version, timeout)
-  call(url, "/resume", {}, timeout)
+  post("/pause?mode=wait", {})
+  post("/collective_rpc", reload)
+  post("/update_weight_version", {"new_version": weights.version})
+  post("/resume", {})
 
 
-def unload(url: str, weights: Weights) -> None:
+def unload(at: Server, weights: Weights) -> None:
   """Unloads an adapter that is no longer used, if the server has it."""
-  if weights.is_adapter and has(url, weights):
-    call(url, "/v1/unload_lora_adapter", {"lora_name": weights.version})
+  if weights.is_adapter and has(at, weights):
+    call(at.url, "/v1/unload_lora_adapter", {"lora_name": weights.version})
