@@ -184,8 +184,8 @@ class SamplingSettings:
   )
   engine: tuple[Any, ...] = option(
     (),
-    "vLLM servers that sample, each http://HOST:PORT (needs loss.correction; "
-    "on the command line its default is then token_truncate); () = none",
+    "vLLM servers that sample, each http://HOST:PORT (needs loss.correction, "
+    "which without --config is then token_truncate); () = none",
   )
   engine_weights: str = option(
     "",
