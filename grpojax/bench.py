@@ -6,9 +6,8 @@
 
 --workload=NAME times GRPO steps of the comparison with other libraries (sizes:
 grpojax/benchmarks/workloads.py) and prints a line of JSON. Each step updates
-the weights and has new prompts. `arithmetic` trains the bundled model
-arithmetic-instruct with default settings; `smollm2` and `smollm2_lora` have the
-sizes of SmolLM2-135M. The field "variant" lists the settings you change
+the weights and has new prompts. `smollm2` and `smollm2_lora` have the sizes of
+SmolLM2-135M. The field "variant" lists the settings you change
 (--config.optim.micro_batches=1, ...).
 
 --config=FILE times steps of a training config with random weights: of the
@@ -22,7 +21,6 @@ Steps in which other processes took at least 8% of the CPUs do not count, unless
 this holds for all steps. Standard error shows the progress.
 """
 
-import dataclasses
 import json
 import re
 import sys
@@ -37,10 +35,8 @@ from grpojax.runtime.files import disk, records
 from grpojax.training.config import SETTINGS, from_config
 
 FLAGS = {
-  "workload": setting("", "name of the GRPO step to time", workloads.NAMES),
-  "steps": setting(
-    8, "timed steps; 10 with --workload=arithmetic", within="[1, inf)"
-  ),
+  "workload": setting("", "name of the GRPO step to time", workloads.WORKLOADS),
+  "steps": setting(8, "timed steps", within="[1, inf)"),
   "warmup": setting(
     2, "steps before timing; the first compiles", within="[0, inf)"
   ),
@@ -52,7 +48,7 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   """Returns config and flags; a workload changes the config's defaults."""
   config, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
   name = flags.workload
-  names = ", ".join(workloads.NAMES)
+  names = ", ".join(workloads.WORKLOADS)
   if not name and not any(re.match("--?config[.=]?", word) for word in argv):
     raise ValueError(f"give --workload, one of {names}, or --config=FILE.py")
   if not name:
@@ -60,11 +56,7 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   if any(re.match("--?config(=|$)", word) for word in argv):
     raise ValueError(f"--workload={name} has its own config: remove --config")
   default = lambda: workloads.config_of(name)
-  flags = FLAGS
-  if name == workloads.ARITHMETIC:
-    steps = dataclasses.replace(FLAGS["steps"], default=10)
-    flags = FLAGS | {"steps": steps}
-  return command_line.parse(argv, flags, SETTINGS, default=default)
+  return command_line.parse(argv, FLAGS, SETTINGS, default=default)
 
 
 def main(argv: list[str]) -> None:

@@ -203,6 +203,8 @@ def _evaluate(
       )
       if result.failures:
         print(evaluation.failed(result.failures))
+      if not np.isfinite(result.rewards).any():
+        print(evaluation.UNSCORED)
       values.append(evaluation.per_prompt(result, ks, answer))
       parts = evaluation.by_data_set(settings, result, values[-1])
       for name, metrics in parts.items():

@@ -315,6 +315,12 @@ def start(config: ConfigDict, source: pathlib.Path):
     fresh_directory(source, config, examples)
   keys = config.model.ignore_keys
   shape = hf.to_transformer_config(hf.read_config(directory, keys))
+  if config.row_length > shape.rope.longest:
+    raise ValueError(
+      f"--config.row_length={config.row_length}: texts of more than "
+      f"{shape.rope.longest} tokens need long_factor (longrope), which is not "
+      "supported: use a lower row_length"
+    )
   memory.refuse(memory.fine_tuning(shape, config.rows, config.row_length))
   tokenizer = tokenization.load(source)
   gaps = tokenization.gaps(tokenizer, shape.vocab_size)

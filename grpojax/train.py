@@ -19,7 +19,6 @@ The default config is configs/arithmetic.py, or configs/own_model.py if you set
     trackers.json       ids of the run in other trackers
     checkpoints/        newest training states, saved by Orbax
     model/              trained model in Hugging Face format
-    learning_curve.png
     report.html         all results, for a browser
     summary.json        accuracy before and after, seconds, steps, best group
                         size
@@ -83,7 +82,9 @@ def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
     if settings.environment.on and ends:
       value = evaluation.text(evaluation.REWARD, reward, *ends)
       line = f"return {when:6} {value}  {line}"
-    elif reward is not None and abs(reward - accuracy) > 1e-6:
+    elif reward is None:
+      line += f"  ({evaluation.UNSCORED})"
+    elif abs(reward - accuracy) > 1e-6:
       line += f"  mean reward {reward:.3g} (right: 1 or more)"
     lines.append(line)
   prompts = summary["eval_prompts"]
@@ -164,7 +165,6 @@ def final_lines(
       f" (of step {summary['model_step']}, Hugging Face format)"
     ),
     run_directory.REPORT: "",
-    run_directory.CURVE: "",
     run_directory.METRICS: "",
     run_directory.SAMPLES: "",
     run_directory.FAILURES: " (failed rewards)",

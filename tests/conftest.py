@@ -22,8 +22,8 @@ from grpojax.models.transformer import transformer
 from grpojax.runtime.processes import interrupts
 
 HERE = pathlib.Path(__file__).parent
-HELPERS = ("", "aot", "core", "models", "statistics", "training")
-sys.path += [str(HERE / folder) for folder in HELPERS]
+HELPERS = "aot core models statistics training translation".split()
+sys.path += [str(HERE), *(str(HERE / folder) for folder in HELPERS)]
 from small_models import config_with as decoder_config  # noqa: E402
 from small_models import random_params  # noqa: E402
 from toy_fixtures import toy, toy_model, toy_run, toy_task  # noqa: E402, F401

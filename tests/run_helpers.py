@@ -59,7 +59,7 @@ def assert_same_weights(one, other):
 
 def environment(**changes):
   """Variables for a process that imports this checkout and uses CPUs."""
-  own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+  own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
   return os.environ | own | changes
 
 
@@ -72,6 +72,13 @@ def python(*words, cwd=None, **changes):
     capture_output=True,
     text=True,
   )
+
+
+def output_of(*words, **changes):
+  """The output of a Python program that ends without an error."""
+  done = python(*words, **changes)
+  assert done.returncode == 0, done.stderr[-4000:]
+  return done.stdout
 
 
 def free_port():

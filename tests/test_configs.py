@@ -33,6 +33,8 @@ PARAMETERS = {  # as published
   "gemma-3-1b-it": 999_885_952,
   "Qwen2.5-32B-Instruct": 32_763_876_352,
   "Qwen3-30B-A3B": 30_532_122_624,
+  "SmolLM3-3B": 3_075_098_624,
+  "Qwen3.5-0.8B": 752_393_024,  # without its vision model
 }
 DEVICES = {  # default 1
   "figure5": 8,

@@ -119,6 +119,7 @@ def test_export_copies_a_model_that_is_not_a_run(tmp_path, capsys):
   "words, message",
   [
     ([MODEL, "--step=3"], "need a run, and arithmetic-instruct is a model"),
+    ([MODEL, "--best"], "need a run, and arithmetic-instruct is a model"),
     ([], "give RUN: run directory"),
     (["--config=gsm8k", "RUN"], "reads no config file"),
     (["nowhere"], "no run at nowhere"),

@@ -178,6 +178,8 @@ def test_unsuitable_texts_and_models_are_refused(tmp_path):
   "word, text",
   [
     ("--config.row=3", "--config.rows?"),
+    ("--config.temprature=1", "temprature; --help lists all flags"),
+    ("--config=arithmetic", "of its settings (advantage, "),
     ("--config.tokenizer=bpe", "not available for arithmetic: use characters"),
     ("--config.forget_low=0.5", "must not be below forget_low = 0.5"),
     ("--config.optim.warmup_steps=2200", "below steps"),

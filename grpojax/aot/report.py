@@ -119,13 +119,23 @@ def _cache_bytes(run: programs.Run) -> int:
   sampling = run.settings.sampling
   prompts = run.prompts // sampling.parts
   tokens = sampling.max_new_tokens
-  shape = prompts, run.group_size, model.kv_heads, tokens, model.head_dim
-  sharding = meshes.activation_sharding(
-    mesh, shape, "batch", "group", "kv_heads"
-  )
+
+  def numbers(heads, size):  # per device and layer
+    shape = prompts, run.group_size, heads, size
+    sharding = meshes.activation_sharding(
+      mesh, shape, "batch", "group", "kv_heads"
+    )
+    return math.prod(sharding.shard_shape(shape))
+
   size = jnp.dtype(run.settings.model.dtype).itemsize
   size = 1 if sampling.distribution.cache_dtype == "int8" else size
-  return 2 * model.layers * size * math.prod(sharding.shard_shape(shape))
+  size *= 2 * len(model.layers_with("k"))
+  size *= numbers(model.kv_heads, tokens * model.head_dim)
+  if model.linear:
+    heads = model.linear.value_heads
+    states = numbers(heads, model.linear.memory // heads)
+    size += 4 * len(model.layers_with("linear_o")) * states
+  return size
 
 
 def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:

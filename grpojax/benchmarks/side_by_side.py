@@ -14,15 +14,8 @@ from typing import Any
 import jax
 
 from grpojax.benchmarks import clock, configured, subject, workloads
-from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import command_line, configs
-from grpojax.runtime.files import records, run_storage
 from grpojax.training.config import to_config
-from grpojax.training.files import run_directory
-from grpojax.training.report import reporting
-from grpojax.training.report.progress import Progress
-from grpojax.training.run import fit, start
-from grpojax.training.settings.facts import Facts
 from grpojax.training.settings.run import TrainSettings
 
 PARTS = {
@@ -33,27 +26,8 @@ PARTS = {
 """Timed parts of a step, and their metrics."""
 
 
-def default_job(settings: TrainSettings) -> subject.Rows:
-  """Yields the metrics of `train` steps, without evaluations or checkpoints."""
-  with contextlib.ExitStack() as stack:
-    temporary = stack.enter_context(tempfile.TemporaryDirectory())
-    directory = pathlib.Path(temporary)
-    with command_line.usage_errors():
-      run = start.check(settings, Facts(), directory, stack, lambda: None)
-    checkpointer = stack.enter_context(
-      checkpoint.open_checkpointer(run_storage.checkpoints(directory))
-    )
-    run, state, tx = start.start(run, checkpointer)
-    run = reporting.tracked(run, -1, stack)
-    check_signals = lambda together=False: None  # noqa: E731
-    for _ in fit.remaining_steps(run, state, tx, Progress(), check_signals):
-      yield records.read_jsonl(run.file(run_directory.METRICS))[-1]
-
-
 def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
   """Returns an iterator over the metrics of a workload's steps."""
-  if name == workloads.ARITHMETIC:
-    return default_job(settings)
   workload = workloads.WORKLOADS[name]
   with command_line.usage_errors(), tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "config.json")
@@ -74,9 +48,9 @@ def measure(
 ) -> dict[str, Any]:
   """Times `steps` steps after `warmup` steps; returns the comparison's report.
 
-  `name` is in `workloads.NAMES`; `settings` come from `workloads.config_of`,
-  perhaps changed. Output goes to standard error. SystemExit if the settings do
-  not fit the devices or the batch.
+  `settings` are the workload's (`workloads.config_of`), perhaps changed. Output
+  goes to standard error. SystemExit if the settings do not fit the devices or
+  the batch.
   """
   settings = dataclasses.replace(settings, steps=warmup + steps)
   with contextlib.redirect_stdout(sys.stderr):
@@ -109,11 +83,9 @@ def report(
   default |= {"model.path": settings.model.path, "steps": settings.steps}
   flat = configs.flatten(to_config(settings))
   changes = [f"{k}={x}" for k, x in flat.items() if x != default.get(k)]
-  planned = None
-  if name != workloads.ARITHMETIC:
-    # No length exceeds its plan, so equal sums mean equal lengths.
-    lengths = functools.partial(workloads.lengths, workloads.WORKLOADS[name])
-    planned = all(tokens(x) == int(lengths(x.number).sum()) for x in timed)
+  # No length exceeds its plan, so equal sums mean equal lengths.
+  lengths = functools.partial(workloads.lengths, workloads.WORKLOADS[name])
+  planned = all(tokens(x) == int(lengths(x.number).sum()) for x in timed)
   versions = {}
   for package in ("grpojax", "jax", "jaxlib", "flax", "optax"):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -89,8 +89,6 @@ WORKLOADS = {
     8, 8, 64, 48, 0, SMOLLM2, _SMOLLM2 | {"lora.rank": 16}
   ),
 }
-ARITHMETIC = "arithmetic"
-NAMES = (*WORKLOADS, ARITHMETIC)
 _TABLE_STEPS = 32
 
 
@@ -148,8 +146,6 @@ ENVIRONMENT = types.SimpleNamespace(step=_observe)
 def config_of(name: str) -> ConfigDict:
   """Returns the training config of a workload, except model.path."""
   config = default_config()
-  if name == ARITHMETIC:
-    return config
   workload = WORKLOADS[name]
   config.name = name
   config.batch_size = workload.prompts

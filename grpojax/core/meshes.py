@@ -320,11 +320,6 @@ def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
   return activation_sharding(mesh, (rows,), "batch")
 
 
-def mesh_of(shardings: PyTree) -> Mesh:
-  """Returns the mesh of a tree of shardings."""
-  return jax.tree.leaves(shardings)[0].mesh
-
-
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
   """Returns the number of parts into which a mesh splits rows."""
   return math.prod(dict(mesh.shape).get(axis, 1) for axis in ROWS)

@@ -112,8 +112,9 @@ class LM(NamedTuple):
       completions (training), with a cache the next S tokens (decoding).
       `positions [B, G, S]` count from the first completion token and default to
       0, 1, ... without a cache. In decoding they also are the tokens' places in
-      the cache, which holds the row's earlier tokens; a row at -1 is not
-      decoded: its cache must not change, and its states are not used.
+      the cache, which holds the row's earlier tokens; tokens at -1, the last
+      ones of a row or all of it, are not decoded: the cache must not change,
+      and their states are not used.
       `segments [B, G, S]` separate completions that share a row.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`.
     init_cache: `(B, G, T) -> cache` for T completion tokens per sample.

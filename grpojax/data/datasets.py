@@ -41,14 +41,14 @@ DATASETS: dict[str, Callable[..., Any]] = {
 _SET_BY_RUN = ("split", "path", "seed")  # not by data.options
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _has_type(value: Any, hint: Any) -> bool:
   """Returns True if a value fits an annotation (always if it is unknown)."""
   origin, parts = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
-    return any(_fits(value, part) for part in parts)
+    return any(_has_type(value, part) for part in parts)
   if origin is Sequence:
     sequence = isinstance(value, (tuple, list))
-    return sequence and all(_fits(item, parts[0]) for item in value)
+    return sequence and all(_has_type(item, parts[0]) for item in value)
   if hint in (int, float):  # ints are valid floats; bools are neither
     return isinstance(value, (int, hint)) and not isinstance(value, bool)
   return hint not in (bool, str, types.NoneType) or isinstance(value, hint)
@@ -86,7 +86,7 @@ def load(
   for key, value in options.items():
     hint = known[key].annotation if key in known else inspect.Parameter.empty
     setting = f"--config.data.options.{key} = {value!r}"
-    if hint is not inspect.Parameter.empty and not _fits(value, hint):
+    if hint is not inspect.Parameter.empty and not _has_type(value, hint):
       kind = inspect.formatannotation(hint).replace("collections.abc.", "")
       raise ValueError(f"{setting}: must be of type {kind}")
     if key == "size" and isinstance(value, int) and value < 1:

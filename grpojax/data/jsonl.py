@@ -62,6 +62,8 @@ _DECODER = json.JSONDecoder(
 def _object(line: bytes) -> Row:
   try:
     row = _DECODER.decode(line.decode())
+  except json.JSONDecodeError as error:
+    raise ValueError(f"{error.msg} at character {error.pos + 1}") from error
   except UnicodeDecodeError as error:
     raise ValueError(
       f"byte {error.start + 1} of the line is not UTF-8: save the file as UTF-8"

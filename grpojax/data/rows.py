@@ -170,9 +170,12 @@ def examples(
   have no prompt in common. With share 0 all rows are in `split`. ValueError,
   which names the `source` of the rows, if the split is empty.
   """
+  seen = 0
 
   def in_split() -> Iterator[Example]:
+    nonlocal seen
     for label, row in rows:
+      seen += 1
       try:
         example = read(row)
       except (RecursionError, ValueError) as error:
@@ -191,7 +194,8 @@ def examples(
         ends.append(ends[-1] + copy.write(line))
       if len(ends) == 1:
         raise ValueError(
-          f"no {split!r} row in {source}: check data.options.test"
+          f"no {split!r} row among the {seen} of {source}: change "
+          "data.options.test, or add rows"
         )
       copy.flush()
       mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)

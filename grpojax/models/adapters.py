@@ -70,7 +70,7 @@ def from_apply(
       at = jnp.where(places < 0, cache.shape[2], places)
       ids = cache = jax.vmap(jax.vmap(put))(cache, at, ids)
       positions = jnp.broadcast_to(jnp.arange(ids.shape[2]), ids.shape)
-    filled = places[..., -1:] + 1
+    filled = jnp.max(places, axis=-1, keepdims=True) + 1
     rows, row_positions, mask = _rows(prefix, ids, positions, filled)
     hidden = apply(params, rows, row_positions, mask)
     slots = prefix.length[:, None, None] + jnp.maximum(places, 0)

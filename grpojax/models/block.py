@@ -11,12 +11,13 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.meshes import constrain, free_axes
-from grpojax.models import cache, quantization
+from grpojax.models import cache, gated_delta, quantization
 from grpojax.models.attention import Visibility, rms_norm, two_part_attention
 from grpojax.models.block_attention import RowAttention
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.cpu import matmul
+from grpojax.models.gated_delta import State, Stored
 from grpojax.models.moe import expert_load, mixture
 from grpojax.models.rope import RotaryTable, rotate
 
@@ -65,6 +66,7 @@ class TokenContext(NamedTuple):
   slot_positions: Int[Array, "B 1 C"] | None = None  # of their tokens
   segments: Int[Array, "B G S"] | None = None  # `Visibility.segments`
   routing: Routing = Routing()
+  rows: gated_delta.Rows = gated_delta.Rows()
 
 
 def _project(
@@ -87,6 +89,11 @@ class Heads(NamedTuple):
   q: Float[Array, "B G S H E"]
   k: Float[Array, "B G S K E"]
   v: Float[Array, "B G S K E"]
+
+
+def is_linear(layer: Layer) -> bool:
+  """Returns True for a gated delta network in place of attention."""
+  return "linear_o" in layer
 
 
 def masks(
@@ -138,19 +145,50 @@ def _heads(
   y: Float[Array, "B G S D"],
   layer: Layer,
   table: RotaryTable,
-) -> Heads:
-  """Projects tokens to queries, keys and values, and rotates the first two."""
+) -> tuple[Heads, Float[Array, "B G S HE"] | None]:
+  """Projects tokens to queries, keys and values, and rotates the first two.
+
+  Also returns logits of the output's gate, if any.
+  """
   c = config
   b, g, s, _ = y.shape
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
-  q = _project(y, layer, "q").reshape(b, g, s, c.heads, c.head_dim)
-  k = _project(y, layer, "k").reshape(b, g, s, c.kv_heads, c.head_dim)
-  v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
+  q, k, v = (_project(y, layer, name) for name in "qkv")
+  gate = None
+  if c.attention_gate:
+    q, gate = jnp.split(q.reshape(b, g, s, c.heads, -1), 2, axis=-1)
+    q, gate = (x.reshape(b, g, s, -1) for x in (q, gate))
+  if c.wide_qk_norm:
+    q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
+  q, k, v = (x.reshape(b, g, s, -1, c.head_dim) for x in (q, k, v))
   if c.qk_norm:
     q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
   # Rotate in float32, then round to the dtype of products.
-  q, k = (rotate(x, table).astype(y.dtype) for x in (q, k))
-  return Heads(q, k, v.astype(y.dtype))
+  q, k = (rotate(x, table) for x in (q, k))
+  if table.query_scale is not None:
+    q = q * table.query_scale[..., None, None]
+  return Heads(*(x.astype(y.dtype) for x in (q, k, v))), gate
+
+
+def _linear_inputs(
+  y: Float[Array, "B G S D"], layer: Layer
+) -> gated_delta.Inputs:
+  names = ("linear_qkv", "linear_b", "linear_a")
+  inputs = gated_delta.Inputs(*(_project(y, layer, name) for name in names))
+  return checkpoint_name(inputs, PRODUCTS)
+
+
+def _gated_output(
+  config: TransformerConfig,
+  y: Float[Array, "B G S D"],
+  layer: Layer,
+  out: Float[Array, "B G S HE"],
+) -> Float[Array, "B G S HE"]:
+  """Normalises each head of a linear layer's output, and applies its gate."""
+  heads = out.reshape(*out.shape[:-1], -1, config.linear.value_dim)
+  heads = rms_norm(heads, layer["linear_norm"], config.norm_eps)
+  z = checkpoint_name(_project(y, layer, "linear_z"), PRODUCTS)
+  return heads.reshape(out.shape) * jax.nn.silu(z.astype(jnp.float32))
 
 
 def attend(
@@ -164,6 +202,7 @@ def attend(
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
   """Returns the output of attention, and the tokens' keys and values."""
   c = config
+  local = local if c.window else False
   q, k, v = heads
   b, g, s, *_ = q.shape
   # H is split into [K, R], and [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
@@ -208,29 +247,43 @@ def layer_of(
   layer: Layer,
   table: RotaryTable,
   routing: Routing,
-  attention: Callable[[Heads], tuple[Float[Array, "B G S HE"], Any]],
+  mixer: Callable[..., tuple[Float[Array, "B G S HE"], Any]],
 ) -> tuple[Float[Array, "B G S D"], Any, Routed]:
-  """Applies a decoder layer, given its attention as a function.
+  """Applies a decoder layer, given its attention or linear mixer.
 
   Everything except matrix products is float32: if hidden states were rounded in
   each layer, rollout and training would drift apart. Returns the new hidden
-  states, the second result of `attention`, and the router's results.
+  states, the second result of `mixer`, and the router's results.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
-  dtype = quantization.dtype_of(layer, "q")
-  y = norm(x, layer["attn_norm"]).astype(dtype)
-  out, aux = attention(_heads(c, y, layer, table))
-  y = _project(checkpoint_name(out, SAVED), layer, "o")
+  output = "linear_o" if is_linear(layer) else "o"
+  dtype = quantization.dtype_of(layer, output)
+
+  def add(x, y, name):
+    y = norm(y, layer[name]) if c.post_norms else y
+    return x + (y if c.residual_scale == 1 else c.residual_scale * y)
+
+  y = (norm(x, layer["attn_norm"]) if c.pre_norms else x).astype(dtype)
+  if is_linear(layer):
+    out, aux = mixer(_linear_inputs(y, layer))
+    out = _gated_output(c, y, layer, checkpoint_name(out, SAVED))
+  else:
+    heads, gate = _heads(c, y, layer, table)
+    out, aux = mixer(heads)
+    out = checkpoint_name(out, SAVED)
+    if gate is not None:
+      out = out * jax.nn.sigmoid(gate.astype(jnp.float32))
+  y = _project(out.astype(dtype), layer, output)
   y = constrain(y, "batch", "group")
   mesh = jax.sharding.get_abstract_mesh()
   if y.shape[2] == 1 and "tensor" in free_axes(mesh):
     # Without this, XLA:TPU would send y as float32 in decoding.
     y = jax.lax.optimization_barrier(y)
   y = checkpoint_name(y, PRODUCTS)
-  x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
+  x = add(x, y, "attn_post_norm")
   x = checkpoint_name(x, SAVED)
-  y = norm(x, layer["mlp_norm"])
+  y = norm(x, layer["mlp_norm"]) if c.pre_norms else x
   load = experts = None
   if c.experts:
     weights = routing.load_weights
@@ -241,8 +294,28 @@ def layer_of(
   else:
     y = _mlp(c, y, layer)
   y = checkpoint_name(y, PRODUCTS)
-  x = x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y)
+  x = add(x, y, "mlp_post_norm")
   return x, aux, Routed(load, experts)
+
+
+def mixer(
+  config: TransformerConfig,
+  layer: Layer,
+  local: Local,
+  context: TokenContext,
+  prompt: PromptKeysValues | State | None,
+  slots: Slots | Stored | None,
+  row_attention: RowAttention | None,
+) -> Callable[..., tuple[Float[Array, "B G S HE"], Any]]:
+  """Returns the function that mixes a layer's projected tokens."""
+  if is_linear(layer):
+    sizes = config.linear
+    return functools.partial(
+      gated_delta.mix, sizes, layer, context.rows, prompt, slots
+    )
+  return functools.partial(
+    attend, config, local, context, prompt, slots, row_attention
+  )
 
 
 def block(
@@ -251,19 +324,18 @@ def block(
   layer: Layer,
   local: Local,
   context: TokenContext,
-  prompt: PromptKeysValues | None,
-  slots: Slots | None,
+  prompt: PromptKeysValues | State | None,
+  slots: Slots | Stored | None,
   row_attention: RowAttention | None,
-) -> tuple[Float[Array, "B G S D"], KeysValues, Routed]:
+) -> tuple[Float[Array, "B G S D"], KeysValues | State, Routed]:
   """Applies a decoder layer, with a window if it is `local`."""
-  attention = functools.partial(
-    attend, config, local, context, prompt, slots, row_attention
-  )
+  args = local, context, prompt, slots, row_attention
+  mix = mixer(config, layer, *args)
   table = rotary_table(local, context.tables)
-  return layer_of(config, x, layer, table, context.routing, attention)
+  return layer_of(config, x, layer, table, context.routing, mix)
 
 
-def block_of_both(
+def joint_block(
   config: TransformerConfig,
   x: tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]],
   layer: Layer,

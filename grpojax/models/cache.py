@@ -1,5 +1,7 @@
 """The decode cache: keys and values of completions so far, and of prompts.
 
+Linear layers have a `gated_delta.State` per row instead, and per prompt.
+
     row      [B, G, K, S, E]   tokens that pass through the layers
     slots    [B, G, K, C, E]   earlier tokens; slot i of C holds completion
                                token i (on CPUs keys are [B, G, K, E, C])
@@ -30,6 +32,7 @@ from grpojax.core.meshes import (
   constrain,
   free_axes,
 )
+from grpojax.models.gated_delta import Sizes, State, empty
 from grpojax.models.quantization import quantize
 
 LANES = 128  # numbers in a row of a TPU's tile
@@ -72,8 +75,17 @@ class PromptKeysValues(NamedTuple):
   values: PromptArray
 
 
-Cache = tuple[Slots, ...]
-"""Keys and values of the completions so far, of each stack of layers."""
+class ByKind(NamedTuple):
+  """Values of layers of each kind, stacked over the layers of this kind."""
+
+  attention: Any
+  linear: Any
+
+
+Cache = tuple[Slots | ByKind, ...]
+"""Keys and values of the completions so far, of each stack of layers; with
+linear layers also a `State` for each place of a linear layer in a period,
+stacked over the periods: arrays of one layer are updated without copies."""
 
 _AXES = None, "batch", "group", "kv_heads"
 
@@ -89,6 +101,25 @@ def _map(function: Callable[..., Array], slots: Slots, *others: Any) -> Slots:
   return jax.tree.unflatten(jax.tree.structure(slots), mapped)
 
 
+def attention_of(x: Any) -> Any:
+  """Returns the part of attention layers, if x is `ByKind`, else x."""
+  return x.attention if isinstance(x, ByKind) else x
+
+
+def with_attention(stack: Any, part: Any) -> Any:
+  """Replaces the part of attention layers, as in `attention_of`."""
+  is_pair = isinstance(stack, ByKind)
+  return stack._replace(attention=part) if is_pair else part
+
+
+def _map_slots(
+  function: Callable[..., Array], stack: Slots | ByKind, *others: Any
+) -> Slots | ByKind:
+  """Applies `_map` to a stack's keys and values; states of rows stay."""
+  slots = _map(function, attention_of(stack), *others)
+  return with_attention(stack, slots)
+
+
 def create(
   batch: int,
   group_size: int,
@@ -100,8 +131,13 @@ def create(
   dtype: Any,
   in_8_bits: bool = False,
   platform: str | None = None,
+  linear: Sizes | None = None,
+  period: Sequence[bool] = (),
 ) -> Cache:
-  """Returns an empty cache; `layers` lists the number of layers per stack."""
+  """Returns an empty cache; `layers` lists the number of layers per stack.
+
+  The layers marked in the repeated `period` are linear, of the sizes `linear`.
+  """
   stacks = []
   stored = jnp.dtype(jnp.int8 if in_8_bits else dtype)
   per_row = 1
@@ -111,7 +147,8 @@ def create(
     size = (256 if capacity * stored.itemsize >= 256 else 32) // stored.itemsize
     capacity = -(-capacity // size) * size
   width = head_dim * per_row
-  for count in layers:
+  for size in layers:
+    count = size * period.count(False) // len(period) if period else size
     rows = count, batch, group_size
     shape = *rows, kv_heads // per_row, capacity, width
     keys = values = jnp.zeros(shape, stored)
@@ -122,7 +159,15 @@ def create(
     )
     slots = Slots(keys, values, scales, scales, columns)
     stacks.append(_map(lambda axis, x: x, slots))
-  return tuple(stacks)
+  if linear is None:
+    return tuple(stacks)
+  states = [
+    (empty(linear, (count // len(period), batch, group_size), dtype),)
+    * period.count(True)
+    for count in layers
+  ]
+  states = jax.tree.map(lambda x: constrain(x, *_AXES), states)
+  return tuple(map(ByKind, stacks, states))
 
 
 def heads_per_row(kv_heads: int, head_dim: int) -> int:
@@ -155,18 +200,18 @@ def side_by_side(
 def grow(cache: Cache, slots: int) -> Cache:
   """Adds room for more tokens."""
   longer = lambda axis, x: pad(x, axis, slots)
-  return tuple(_map(longer, stack) for stack in cache)
+  return tuple(_map_slots(longer, stack) for stack in cache)
 
 
 def map_rows(function: Callable[..., Array], cache: Cache) -> Cache:
   """Applies a function of arrays [B, G, ...] to each layer of a cache."""
   mapped = jax.vmap(function)  # layer by layer
-  return tuple(_map(lambda axis, x: mapped(x), stack) for stack in cache)
+  return jax.tree.map(lambda x: constrain(mapped(x), *_AXES), cache)
 
 
 def map_prompts(
-  function: Callable[..., Array], stacks: tuple[PromptKeysValues, ...]
-) -> tuple[PromptKeysValues, ...]:
+  function: Callable[..., Array], stacks: tuple[Any, ...]
+) -> tuple[Any, ...]:
   """Applies a function of arrays [B, ...] to each layer of prompts' stacks."""
   mapped = jax.vmap(function)
   names = None, "batch", "kv_heads"
@@ -195,7 +240,7 @@ def write(
   """
   real = (last[..., 0] == last[..., 0]) & (positions >= 0)  # False on NaN
   # Slots out of range are dropped.
-  at = jnp.where(real, positions, cache[0].size)
+  at = jnp.where(real, positions, attention_of(cache[0]).size)
 
   def write_one(axis, slots, new):
     if slots.shape[3] < new.shape[3]:  # keys and values, not scales
@@ -203,12 +248,12 @@ def write(
     return _on_devices(functools.partial(_put, axis), slots, new, at)
 
   written = []
-  for slots, new in zip(cache, tokens, strict=True):
-    if slots.key_scales is not None:
+  for stack, new in zip(cache, tokens, strict=True):
+    if attention_of(stack).key_scales is not None:
       # (integers, scales) of keys and of values -> integers and scales of both
       integers, scales = zip(*map(quantize, new), strict=True)
       new = *integers, *scales
-    written.append(_map(write_one, slots, new))
+    written.append(_map_slots(write_one, stack, new))
   return tuple(written)
 
 
@@ -245,7 +290,9 @@ def _on_devices(
   )(slots, new, at)
 
 
-def of_prompt(tokens: KeysValues) -> PromptKeysValues:
-  """Removes the group axis (G = 1) from keys and values of prompts."""
-  prompts = (constrain(x[:, 0], "batch", "kv_heads") for x in tokens)
-  return PromptKeysValues(*prompts)
+def of_prompt(tokens: KeysValues | State) -> PromptKeysValues | State:
+  """Removes the group axis (G = 1) from what a layer stores of prompts."""
+  squeeze = lambda x: constrain(x[:, 0], "batch", "kv_heads")
+  prompts = jax.tree.map(squeeze, tokens)
+  is_attention = isinstance(prompts, KeysValues)
+  return PromptKeysValues(*prompts) if is_attention else prompts

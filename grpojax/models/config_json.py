@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from grpojax.models.rope import Rope
+from grpojax.models.rope import NO_ROTATION, Rope
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 READ = {  # keys that all families read, with transformers' defaults
@@ -33,19 +33,36 @@ ROPE_KINDS = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_length",
   },
+  "yarn": {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+  },
 }
 """Parameters of each rope_type, and the fields of `Rope` that they set."""
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers' defaults
 _SIZES = (
   "vocab_size hidden_size num_hidden_layers num_attention_heads "
   "intermediate_size"
 ).split()
 _OPTIONAL_SIZES = (
   "num_key_value_heads head_dim moe_intermediate_size num_experts "
-  "num_local_experts num_experts_per_tok"
+  "num_local_experts num_experts_per_tok full_attention_interval "
+  "linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+  "linear_value_head_dim linear_conv_kernel_dim shared_intermediate_size "
+  "no_rope_layer_interval"
 ).split()
 _MOST_LAYERS = 2**16  # maximum of layers times experts
 _LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
-_LEAST["rms_norm_eps"] = 0.0  # numbers of other keys must be positive
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+# Numbers that may be null although the default is a number
+_NULLABLE = {*_LEAST, *_CAPS, "num_key_value_heads", "head_dim"}
+# Numbers of other keys must be positive.
+_LEAST |= dict.fromkeys(("rms_norm_eps", "partial_rotary_factor"), 0.0)
+_KINDS = {"rope_scaling": dict, "rope_parameters": dict, "layer_types": list}
+_LARGEST = 1e30  # maximum of numbers, which become float32
 # Keys with a single supported value, unless a family reads or fixes the key.
 _FIXED = {
   **dict.fromkeys(
@@ -96,6 +113,38 @@ _NEVER_IGNORED = re.compile(
 )
 
 
+_VISION = (  # keys of config.json beside its text_config
+  "text_config vision_config image_token_index image_token_id "
+  "multimodal_projector_bias projector_hidden_act spatial_merge_size "
+  "vision_feature_layer video_token_id vision_start_token_id "
+  "vision_end_token_id"
+).split()
+_WITH_IMAGES = ("mistral3", "ministral3", "qwen3_5")
+_TEXT_MODELS = {
+  "qwen3_5_text": "Qwen3_5ForCausalLM",
+  "mistral": "MistralForCausalLM",
+  "ministral3": "Ministral3ForCausalLM",
+}
+
+
+def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
+  """Returns the config.json of the text model in one that also reads images.
+
+  Keys outside of text_config have priority, as in transformers.
+  """
+  text = hf_config.get("text_config")
+  if hf_config.get("model_type") not in _WITH_IMAGES or not text:
+    return hf_config
+  if not isinstance(text, dict):
+    raise ValueError(f"config.json has text_config={text!r:.40}: use an object")
+  kind = text.get("model_type", "mistral")
+  if kind not in [*_TEXT_MODELS]:
+    raise ValueError(f"config.json has model_type={kind!r} in text_config")
+  top = {k: x for k, x in hf_config.items() if k not in _VISION}
+  top |= {"model_type": kind, "architectures": [_TEXT_MODELS[kind]]}
+  return text | top
+
+
 def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
   """Returns a family's keys: {read: default}, {fixed: value}, and unused."""
   fixed = {key: x for key, x in _FIXED.items() if key not in family.READ}
@@ -103,7 +152,7 @@ def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
   return family.READ, fixed, _UNUSED | getattr(family, "UNUSED", set())
 
 
-def without(
+def without_keys(
   hf_config: dict[str, Any], ignore_keys: Iterable[str], family
 ) -> dict[str, Any]:
   """Removes `ignore_keys`; ValueError if one of them may change the model."""
@@ -140,8 +189,11 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
       f"keys do not change the model, {remedy}"
     )
   merged = read | hf_config
+  _check_kinds(merged)
   for key in (*_SIZES, *_OPTIONAL_SIZES):
     value = merged.get(key, 1)  # reading an absent key raises
+    if key in fixed or key in unused:
+      continue
     absent = value is None and key in _OPTIONAL_SIZES
     if not absent and (type(value) is not int or not 0 < value < 2**31):
       raise ValueError(
@@ -156,17 +208,38 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
     value = merged[key]
     if isinstance(default, bool) and not isinstance(value, bool | None):
       raise ValueError(f"config.json has {key}={value!r}: use true or false")
-    if type(default) in (int, float) and value is not None:
-      number(key, value, _LEAST.get(key, sys.float_info.min))
+    if type(default) not in (int, float) or value is None and key in _NULLABLE:
+      continue
+    number(key, value, _LEAST.get(key, sys.float_info.min))
   return merged
+
+
+def _check_kinds(merged: dict[str, Any]) -> None:
+  """Raises ValueError for values whose default, null, does not tell a type."""
+  layers = merged["num_hidden_layers"]
+  for key, kind in _KINDS.items():
+    value = merged.get(key)
+    if value is not None and not isinstance(value, kind):
+      name = {dict: "an object", list: "a list"}[kind]
+      raise ValueError(f"config.json has {key}={value!r:.40}: use {name}")
+  kinds = merged.get("layer_types")
+  if kinds is not None and len(kinds) != layers:
+    raise ValueError(
+      f"config.json has {len(kinds)} layer_types for {layers} layers"
+    )
+  for key in _CAPS:
+    if merged.get(key) is not None:
+      number(key, merged[key])
 
 
 def number(key: str, value: Any, least: float = sys.float_info.min) -> float:
   """Returns `value`; ValueError if it is not a finite number >= `least`."""
-  largest = sys.float_info.max
-  if type(value) not in (int, float) or not least <= value <= largest:
+  if type(value) not in (int, float) or not least <= value <= _LARGEST:
     stated = f"{key}={value!r:.40}"
-    raise ValueError(f"config.json has {stated}: use a finite number above 0")
+    positive = "above 0" if least <= 1e-9 else f"of at least {least}"
+    raise ValueError(
+      f"config.json has {stated}: use a finite number {positive}"
+    )
   return float(value)
 
 
@@ -219,7 +292,7 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def window(
-  hf_config: dict[str, Any], size: int | None, default: list[bool]
+  hf_config: dict[str, Any], size: Any, default: list[bool]
 ) -> dict[str, Any]:
   """Returns `local_layers` and `window`, or {} if all layers are global."""
   local = default
@@ -227,9 +300,9 @@ def window(
   if kinds is not None:
     refuse_others("layer_types", kinds, LAYER_TYPES)
     local = [kind == "sliding_attention" for kind in kinds]
-  if any(local) and not size:
+  if any(local) and (type(size) is not int or not 0 < size < 2**31):
     raise ValueError(
-      f"config.json has local layers whose window is {size!r}: check "
+      f"config.json has local layers whose window is {size!r:.40}: check "
       "layer_types, sliding_window and, for qwen, use_sliding_window"
     )
   return {"local_layers": tuple(local), "window": size} if any(local) else {}
@@ -243,15 +316,20 @@ def refuse_others(name: str, values: Iterable[str], known) -> None:
     )
 
 
-def rope(hf_config: dict[str, Any]) -> Rope:
+def rope(hf_config: dict[str, Any], share: float | None = None) -> Rope:
   """Reads the rotary embedding, from rope_scaling or (new) rope_parameters."""
   scaling = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
   parameters = {"rope_theta": hf_config["rope_theta"]} | scaling
-  return parse_rope(parameters, hf_config["max_position_embeddings"])
+  return parse_rope(parameters, hf_config["max_position_embeddings"], share)
 
 
-def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
-  """Reads rope parameters; `length` is the model's number of positions."""
+def parse_rope(
+  parameters: dict[str, Any], length: int, share: float | None = None
+) -> Rope:
+  """Reads rope parameters; `length` is the model's number of positions.
+
+  `share` is the default of partial_rotary_factor in a family that reads it.
+  """
   values = {k: v for k, v in parameters.items() if v is not None}
   kind = values.pop("type", "default")
   kind = values.pop("rope_type", kind)
@@ -259,14 +337,77 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
     raise ValueError(
       f"config.json has rope_type={kind!r}; supported: {list(ROPE_KINDS)}"
     )
-  theta = number("rope_theta", values.pop("rope_theta"))
-  if values.pop("partial_rotary_factor", 1.0) != 1.0:
-    raise ValueError("config.json: partial_rotary_factor must be 1.0")
-  if kind == "llama3":
+  # YaRN divides by its logarithm.
+  theta = number("rope_theta", values.pop("rope_theta"), 1.0 + 1e-6)
+  name = "partial_rotary_factor"
+  stated = number(name, values.pop(name, 1 if share is None else share), 0.0)
+  if share is None and stated != 1:  # transformers rotates all channels
+    raise ValueError(f"config.json has {name}={stated}: only 1 is supported")
+  if kind in ("llama3", "yarn"):
     values.setdefault("original_max_position_embeddings", length)
+  others = {}
+  if kind == "yarn":
+    others["truncate"] = values.pop("truncate", True)
+    if not isinstance(others["truncate"], bool):
+      raise ValueError(f"config.json has truncate={others['truncate']!r:.40}")
+    values = _YARN | values
+    values["attention_factor"] = _yarn_attention(values)
   fields = ROPE_KINDS[kind]
   refuse_others(f"the rope parameters of type {kind!r}", values, fields)
   if lacking := ", ".join(sorted(set(fields) - set(values))):
     raise ValueError(f"the rope parameters in config.json lack {lacking}")
   numbers = {fields[name]: number(name, x) for name, x in values.items()}
-  return Rope(theta, **numbers)
+  return Rope(theta, share=stated, **numbers, **others)
+
+
+def _yarn_attention(values: dict[str, Any]) -> float:
+  """Removes YaRN's mscale keys; returns the factor of cosines and sines."""
+  scales = [values.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+  if "attention_factor" in values:
+    return values["attention_factor"]
+  factor = max(number("factor", values["factor"]), 1.0)
+  of = lambda scale: 0.1 * number("mscale", scale) * math.log(factor) + 1.0
+  return of(scales[0]) / of(scales[1]) if all(scales) else of(1.0)
+
+
+def ropes_by_layer_type(
+  hf_config: dict[str, Any], local_theta: int | float
+) -> dict[str, Any]:
+  """Reads the rotary embeddings of global and of local layers.
+
+  `local_theta` is the base of local layers unless rope_parameters has one.
+  """
+  by_type = hf_config["rope_parameters"] or {}
+  refuse_others("rope_parameters", by_type, LAYER_TYPES)
+  full, sliding = (by_type.get(kind) or {} for kind in LAYER_TYPES)
+  full = {"rope_theta": hf_config["rope_theta"]} | full
+  full |= hf_config["rope_scaling"] or {}  # not for local layers
+  sliding = {"rope_theta": local_theta} | sliding
+  length = hf_config["max_position_embeddings"]
+  return {
+    "rope": parse_rope(full, length),
+    "local_rope": parse_rope(sliding, length),
+  }
+
+
+def rotated_layers(
+  rope: Rope, rotated: list[bool], windows: dict[str, Any]
+) -> dict[str, Any]:
+  """Returns the fields for windows and ropes if only some layers have RoPE.
+
+  `windows` are the fields from `window`. Either all layers with a window have
+  RoPE or none has, and so for layers without a window; otherwise ValueError.
+  """
+  without = tuple(not x for x in rotated)
+  local = windows.get("local_layers", without)
+  kinds = set(zip(local, rotated, strict=True))
+  ropes = {is_local: rope if x else NO_ROTATION for is_local, x in kinds}
+  if len(ropes) < len(kinds):
+    raise ValueError(
+      "config.json has layers with and without RoPE of the same layer_types: "
+      "only one of the two kinds of layers may lack RoPE"
+    )
+  if len(ropes) == 1:
+    return windows | {"rope": next(iter(ropes.values()))}
+  fields = {"local_layers": local, "rope": ropes[False]}
+  return windows | fields | {"local_rope": ropes[True]}

@@ -86,6 +86,7 @@ def attend(
   `layer` is the layer's place in the stack.
   """
   c = config
+  local = local if c.window else False
   b, g = rows.starts.shape
   q, k, v = (x[:, :, 0] for x in heads)
   q = q.reshape(b, g, c.kv_heads, -1, c.head_dim)

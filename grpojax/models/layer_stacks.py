@@ -2,8 +2,18 @@
 
 A stack is a pytree whose leaves have a leading axis of layers. Parameters hold
 a single stack or, if some layers are separate (`last_layers`), several.
+
+A model with linear layers repeats a period of layers of both kinds, and the
+scan goes over the periods. A parameter that only one kind has is stacked over
+the layers of this kind:
+
+    layers     linear linear linear full   linear linear linear full
+    gate       0      1      2      3      4      5      6      7
+    linear_o   0      1      2             3      4      5
+    o                               0                           1
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +24,7 @@ import jax.numpy as jnp
 from grpojax.core.types import Params
 from grpojax.models import sharding
 from grpojax.models.block import PRODUCTS, SAVED
+from grpojax.models.cache import ByKind
 from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import LAYER
 
@@ -67,17 +78,70 @@ def stacks(params: Params) -> tuple[Params, ...]:
 
 
 def layer_count(stack: Params) -> int:
-  """Returns the number of layers of a stack."""
+  """Returns the number of layers of a stack, which all have its first leaf."""
   return len(jax.tree.leaves(stack)[0])
 
 
 def split(layers: Params, sizes: Sequence[int]) -> tuple[Params, ...]:
-  """Splits a stack into consecutive stacks of `sizes` layers."""
+  """Splits a stack into consecutive stacks of `sizes` layers.
+
+  ValueError unless each has its share of the layers of each kind.
+  """
   ends = list(itertools.accumulate(sizes))
+
+  def cut(x, size, end):
+    places = end * len(x), size * len(x)
+    if any(place % ends[-1] for place in places):
+      raise ValueError(f"{sizes} layers do not consist of whole periods")
+    end, size = (place // ends[-1] for place in places)
+    return x[end - size : end]
+
   return tuple(
-    jax.tree.map(lambda x, a=end - size, b=end: x[a:b], layers)
+    jax.tree.map(functools.partial(cut, size=size, end=end), layers)
     for size, end in zip(sizes, ends, strict=True)
   )
+
+
+def _unstack(tree: Any, axis: int = 0) -> list[Any]:
+  """Splits an axis of a stack, such as that of the layers.
+
+  The gradient of a split is a concatenation, but that of indexing is a sum.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  parts = [jax.lax.split(x, (1,) * x.shape[axis], axis) for x in leaves]
+  squeeze = functools.partial(jnp.squeeze, axis=axis)
+  return [
+    jax.tree.unflatten(structure, map(squeeze, part))
+    for part in zip(*parts, strict=True)
+  ]
+
+
+def by_place(config: TransformerConfig, tree: Any, count: int) -> list[Any]:
+  """Splits what layers hold by their place in the `count` periods of a stack.
+
+  `tree` is a stack of parameters, `ByKind`, or stacked over all layers. Split
+  parameters can take a stack's place: in the token loop, XLA would split them
+  for each token.
+  """
+  if isinstance(tree, list):
+    return tree
+  period = config.period
+
+  def split(x):  # [layers, ...] -> [periods, ...] of each place
+    # [count, layers per period, ...]
+    each = lambda x: x.reshape(count, len(x) // count, *x.shape[1:])
+    return _unstack(jax.tree.map(each, x), axis=1)
+
+  if isinstance(tree, ByKind):
+    attention, linear = (iter(split(x)) for x in tree)
+    return [next(linear if is_linear else attention) for is_linear in period]
+  if not isinstance(tree, dict):
+    return split(tree)
+  places = [{} for _ in period]
+  for name, stack in tree.items():
+    for place, x in zip(config.layers_with(name), split(stack), strict=False):
+      places[place][name] = x
+  return places
 
 
 def last_layers(
@@ -123,6 +187,33 @@ def _scan_stack(
   )
 
 
+def _run_periods(
+  config: TransformerConfig,
+  run: Callable[..., Any],
+  body: Callable[..., tuple[Any, Any]],
+  carry: Any,
+  scanned: tuple[Any, ...],
+) -> tuple[Any, ByKind]:
+  """Runs `body` over the layers of a stack, period by period."""
+  period = config.period
+  stack = scanned[0]
+  count = layer_count(stack) // (1 if isinstance(stack, list) else len(period))
+
+  def run_period(carry, local, *places):
+    outputs = ([], [])
+    for is_linear, place in zip(period, places, strict=True):
+      carry, output = body(carry, local, *place)
+      outputs[is_linear].append(output)
+    stack = lambda outputs: jax.tree.map(lambda *x: jnp.stack(x), *outputs)
+    return carry, ByKind(*map(stack, outputs))
+
+  split = (by_place(config, x, count) for x in scanned)
+  places = tuple(zip(*split, strict=True))
+  carry, outputs = run(run_period, carry, (False,) * count, places)
+  join = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+  return carry, jax.tree.map(join, outputs)
+
+
 def _run_unrolled(
   body: Callable[..., tuple[Any, Any]],
   carry: Any,
@@ -130,12 +221,8 @@ def _run_unrolled(
   scanned: tuple[Any, ...],
 ) -> tuple[Any, Any]:
   """Runs `body(carry, local, *scanned)` over the layers without a loop."""
-  # The gradient of a split is a concatenation, but that of indexing is a sum.
-  leaves, tree = jax.tree.flatten(scanned)
-  leaves = [jax.lax.split(x, (1,) * len(locality)) for x in leaves]
   outputs = []
-  for i, local in enumerate(locality):
-    layer = jax.tree.unflatten(tree, [x[i][0] for x in leaves])
+  for local, layer in zip(locality, _unstack(scanned), strict=True):
     carry, output = body(carry, local, *layer)
     outputs.append(output)
   return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
@@ -158,6 +245,9 @@ def scan(
   are not sliced: `layer` has their whole stacks, and its index as `LAYER`.
   `carried`, a pytree per stack, makes x a pair: `body` gets and returns (x, the
   stack's pytree); the output of a stack is then (this pytree, output).
+
+  With linear layers the output of a stack is `ByKind`, and so may be what is
+  scanned.
   """
   start = 0
   outputs = []
@@ -179,7 +269,10 @@ def scan(
     )
     if carried is not None:
       x = x, carried[len(outputs)]
-    x, output = run(run_body, x, locality, (stack, *more))
+    if config.period:
+      x, output = _run_periods(config, run, run_body, x, (stack, *more))
+    else:
+      x, output = run(run_body, x, locality, (stack, *more))
     if carried is not None:
       x, store = x
       output = store, output

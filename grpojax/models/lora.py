@@ -26,7 +26,8 @@ from grpojax.models.huggingface import weights, weights_out
 
 # Matrices that may have adapters.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", *EXPERTS)
+LINEAR = ("linear_qkv", "linear_z", "linear_b", "linear_a", "linear_o")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", *LINEAR, *EXPERTS)
 
 
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
@@ -42,12 +43,12 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
   try:
     chosen = [path for path in sorted(leaves) if re.fullmatch(targets, path)]
   except re.error as error:
-    raise ValueError(f"targets {targets!r} are invalid: {error}") from None
+    raise ValueError(f"lora.targets = {targets!r}: {error}") from None
   wrong = ", ".join(sorted(set(chosen) - set(matrices)))
   if wrong or not chosen:
     matched = f"{wrong}, not projections" if wrong else "nothing"
     raise ValueError(
-      f"targets {targets!r} match {matched}; matrices that may have adapters: "
+      f"lora.targets = {targets!r}: they match {matched}; choose from "
       f"{', '.join(matrices)}"
     )
   return {path: matrices[path] for path in chosen}
@@ -174,7 +175,8 @@ def save_peft(
   the Hugging Face Hub, `revision` its commit there. `alpha` is PEFT's
   lora_alpha: the scale is alpha / r. `dtype` is the dtype to store; None keeps
   the adapters' dtype. ValueError if `path` exists, if there are no adapters, or
-  if peft 0.21 cannot read them (for experts: down alone, or all three).
+  if peft 0.21 cannot read them (for experts: down alone, or all three; parts of
+  stored matrices: none).
   """
   if not adapters:
     raise ValueError("there are no adapters to save")
@@ -186,6 +188,13 @@ def save_peft(
     )
   flat = flatten_dict(adapters, sep="/")
   base_layout = hf.layout(hf_config)
+  joined = [x for x in adapters["layers"] if base_layout[f"layers/{x}"].part]
+  if joined:
+    raise ValueError(
+      f"peft reads no adapters of {', '.join(sorted(joined))}: the base stores "
+      "these matrices as parts of others. Write merged weights, or leave these "
+      "out of lora.targets"
+    )
   layout = {}
   modules = set()
   # Name the two tensors of each adapter after the matrix in the base's files.

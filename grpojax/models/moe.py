@@ -262,7 +262,7 @@ def mixture(
   return over_mesh(x, layer, replayed)
 
 
-def recorded(
+def join_layers(
   config: TransformerConfig, experts: tuple[Int[Array, "_ B G S count"], ...]
 ) -> Integer[Array, "B G S X"]:
   """Joins the experts of all layers per token, as small integers."""
@@ -272,8 +272,8 @@ def recorded(
   return x.reshape(*x.shape[:3], -1)
 
 
-def by_layer(config: TransformerConfig, recorded: PyTree) -> PyTree:
-  """Splits arrays from `recorded` by layer: [L, B, G, S, count]."""
+def split_layers(config: TransformerConfig, recorded: PyTree) -> PyTree:
+  """Splits arrays from `join_layers` by layer: [L, B, G, S, count]."""
   shape = config.layers, config.experts_per_token
 
   def split(x):

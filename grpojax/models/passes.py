@@ -11,7 +11,7 @@ all stacks (`layer_stacks`) and applies the final norm:
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,17 +31,19 @@ from grpojax.core.types import (
 from grpojax.models import block, decode_attention, layer_stacks, moe
 from grpojax.models import cache as cache_lib
 from grpojax.models.attention import rms_norm
-from grpojax.models.block import Heads, Layer, Local, Routing, TokenContext
+from grpojax.models.block import Layer, Local, Routing, TokenContext
 from grpojax.models.block_attention import WHOLE, RowAttention
-from grpojax.models.cache import Cache
+from grpojax.models.cache import ByKind, Cache, Slots, attention_of
 from grpojax.models.config import TransformerConfig
+from grpojax.models.gated_delta import Rows, Stored
 from grpojax.models.rope import RotaryTable, rope_tables
 
+UNCAST = ("embed", "router", "linear_conv")
 ROPE = "rope"  # name of the rotary tables in prepared parameters
 
 
 def cast(params: Params, dtype: Any) -> Params:
-  """Casts parameters to `dtype`, except norms, biases, embeddings and routers.
+  """Casts parameters to `dtype`, except vectors, embeddings and `UNCAST`.
 
   Gradients of norms, biases and embeddings are sums over tokens, too inexact in
   bfloat16. A rounded router would choose other experts (`moe.route`).
@@ -51,7 +53,7 @@ def cast(params: Params, dtype: Any) -> Params:
     if x.dtype == jnp.int8 or path[0].key == ROPE:  # only in rollouts
       return x
     name = path[-1].key
-    uncast = name.endswith(("norm", "bias")) or name in ("embed", "router")
+    uncast = name.endswith(("norm", "bias")) or name in UNCAST
     return x if uncast else x.astype(dtype)
 
   return jax.tree_util.tree_map_with_path(cast_leaf, params)
@@ -95,20 +97,23 @@ def _row_context(
 def _prompt_context(config, prompt_mask, row_attention) -> TokenContext:
   b, p = prompt_mask.shape  # padding needs no mask, because it comes last
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  return _row_context(config, positions, None, None, row_attention)
+  context = _row_context(config, positions, None, None, row_attention)
+  return context._replace(rows=Rows(real=prompt_mask[:, None]))
 
 
 def _next_context(
   config: TransformerConfig,
   params: Params,
   cache: Cache,
-  start: Int[Array, "B G"],
   positions: Int[Array, "B G S"],
   prefix: Prefix,
 ) -> TokenContext:
-  """Returns the context of the next tokens of rows with `start` tokens."""
+  """Returns the context of the next tokens, at `positions` in completions."""
   _, prompt_mask = prefix.state
-  slots = jnp.arange(cache[0].size)[None, None]
+  start = positions[..., 0]  # the number of tokens in each row's cache
+  rows = Rows(positions >= 0, begins=start == 0)
+  positions = prefix.length[:, None, None] + positions
+  slots = jnp.arange(attention_of(cache[0]).size)[None, None]
   if ROPE in params:  # positions of padding may be out of range
     look_up = lambda x: jnp.take(x, positions, axis=0, mode="clip")
     tables = jax.tree.map(look_up, params[ROPE])
@@ -121,6 +126,7 @@ def _next_context(
     prompt_mask,
     slot_mask=(slots < start[..., None])[:, :, None, None, None],
     slot_positions=prefix.length[:, None, None] + slots,
+    rows=rows,
   )
 
 
@@ -166,29 +172,53 @@ def _flat_block(
   """Applies a decoder layer to flat tokens, padded for attention only."""
   prompt_context, row_context = context.parts
   flat = context.flat
-  attend = functools.partial(
-    block.attend, config, local, slots=None, row_attention=row_attention
+  mixer_of = functools.partial(
+    block.mixer, config, layer, local, slots=None, row_attention=row_attention
   )
 
-  def padded(heads, places, part):
-    return Heads(*(unflatten(x, places, part.positions.shape) for x in heads))
-
-  def attention(heads):
+  def mix(inputs):
     # Split q, k and v into prompts [B, 1, P] and rows [n, G, S].
-    prompts, rows = zip(*(_split_flat(x, flat) for x in heads), strict=True)
-    prompts = padded(prompts, flat.prompts, prompt_context)
-    rows = padded(rows, flat.rows, row_context)
-    prompt_out, row = attend(prompt_context, prompt=None, heads=prompts)
+    prompts, rows = zip(*(_split_flat(x, flat) for x in inputs), strict=True)
+
+    def padded(parts, places, context):
+      shape = context.positions.shape
+      return type(inputs)(*(unflatten(x, places, shape) for x in parts))
+
+    mix_prompts = mixer_of(context=prompt_context, prompt=None)
+    prompt_out, row = mix_prompts(padded(prompts, flat.prompts, prompt_context))
     # Each row of completions gets the keys and values of its prompt.
     prompt = jax.tree.map(flat.of_rows, cache_lib.of_prompt(row))
-    out, _ = attend(row_context, prompt=prompt, heads=rows)
+    mix_rows = mixer_of(context=row_context, prompt=prompt)
+    out, _ = mix_rows(padded(rows, flat.rows, row_context))
     return _join_flat(prompt_out, out, flat), None
 
   table = block.rotary_table(local, context.tables)
-  x, _, routed = block.layer_of(
-    config, x, layer, table, context.routing, attention
-  )
+  x, _, routed = block.layer_of(config, x, layer, table, context.routing, mix)
   return x, routed.load
+
+
+def _indices(stack: ByKind | Slots) -> Any:
+  """Returns each layer's place among the cache's layers of its kind."""
+  if not isinstance(stack, ByKind):
+    return jnp.arange(len(stack.values))
+  # States are stacked over the periods, for each place in a period.
+  periods = jnp.arange(len(stack.linear[0].memory))
+  layers = jnp.arange(len(stack.attention.values))
+  return ByKind(layers, jnp.repeat(periods, len(stack.linear)))
+
+
+class _LayerOutput(NamedTuple):
+  stored: Any  # keys and values, or a state
+  experts: Int[Array, "B G S count"] | None
+
+
+def _separate(outputs: tuple[Any, ...]) -> tuple[Any, Any]:
+  """Returns what the layers of all stacks store, and their experts."""
+  is_output = lambda x: isinstance(x, _LayerOutput)
+  select = lambda name: jax.tree.map(
+    lambda x: getattr(x, name), outputs, is_leaf=is_output
+  )
+  return select("stored"), select("experts")
 
 
 def _replay(context: Any, replayed: Any) -> Any:
@@ -243,16 +273,17 @@ class Passes:
       # A prompt is a group of one: the layers see tokens [B, 1, P, D].
       args = x, layer, local, context, None, None
       x, row, routed = self._run(block.block, *args)
-      return x, (cache_lib.of_prompt(row), routed.experts if record else None)
+      experts = routed.experts if record else None
+      return x, _LayerOutput(cache_lib.of_prompt(row), experts)
 
     x = self._embed(params, prompt_ids[:, None])
     x, outputs = layer_stacks.scan(self.config, body, x, params)
-    keys_values, experts = zip(*outputs, strict=True)
+    keys_values, experts = _separate(outputs)
     return Prefix(
       last_hidden=self._last_hidden(params, x, prompt_mask),
       length=_lengths(prompt_mask),
       state=(keys_values, prompt_mask),
-      experts=moe.recorded(self.config, experts)[:, 0] if record else None,
+      experts=moe.join_layers(self.config, experts)[:, 0] if record else None,
     )
 
   def extend(
@@ -273,20 +304,20 @@ class Passes:
     params = cast(params, self.dtype)
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
-    # Positions in the whole sequence: padding of the prompt does not count.
-    absolute = prefix.length[:, None, None] + positions
     keys_values, prompt_mask = prefix.state
     x = self._embed(params, ids)
     config = self.config
     if cache is not None:
-      start = positions[..., 0]  # the number of tokens in each row's cache
-      context = _next_context(config, params, cache, start, absolute, prefix)
+      context = _next_context(config, params, cache, positions, prefix)
       return self._decode(
         params, keys_values, x, context, cache, positions, record
       )
-    positions = absolute
-    rows = positions, segments, prompt_mask
+    # Positions in the whole sequence: padding of the prompt does not count.
+    absolute = prefix.length[:, None, None] + positions
+    rows = absolute, segments, prompt_mask
     context = _row_context(config, *rows, self.row_attention)
+    if segments is not None:
+      context = context._replace(rows=Rows(packed=positions))
 
     def body(x, local, layer, prompt):
       x, *_ = self._run(block.block, x, layer, local, context, prompt, None)
@@ -299,7 +330,8 @@ class Passes:
     self, params, keys_values, x, context, cache, positions, record: bool
   ):
     """Runs the next tokens, and writes them to the cache after all layers."""
-    if x.shape[2] == 1 and decode_attention.serves(self.platform, cache[0]):
+    slots = attention_of(cache[0])
+    if x.shape[2] == 1 and decode_attention.serves(self.platform, slots):
       rows = decode_attention.Rows(
         positions[..., 0], _lengths(context.prompt_mask)
       )
@@ -307,22 +339,55 @@ class Passes:
         params, keys_values, x, context, cache, rows, record
       )
 
-    def body(x, local, layer, prompt, slots):
+    def body(carry, local, layer, prompt, own):
+      x, states = carry
+      is_linear = block.is_linear(layer)
+      own = Stored(states[0], own) if is_linear else own
       x, row, routed = block.block(
-        self.config, x, layer, local, context, prompt, slots, None
+        self.config, x, layer, local, context, prompt, own, None
       )
-      return x, (row, routed.experts if record else None)
+      if is_linear:
+        states = (*states[1:], row)  # in the old order after a period
+        row = None
+      experts = routed.experts if record else None
+      return (x, states), _LayerOutput(row, experts)
 
     # From sliced stacks, XLA:TPU would copy a layer's experts for every token.
-    on_tpu = self.platform == "tpu" and runs_kernels()
-    whole = moe.matrices_of(layer_stacks.stacks(params)[0]) if on_tpu else ()
+    whole = self._matrices_of_experts(params) if runs_kernels() else ()
+    own = cache  # of each layer: its slots, or the place of its state
+    states = (None,) * len(cache)
+    if self.config.period:
+      states = tuple(stack.linear for stack in cache)
+      own = tuple(
+        _indices(stack)._replace(attention=stack.attention) for stack in cache
+      )
     x, outputs = layer_stacks.scan(
-      self.config, body, x, params, keys_values, cache, whole=whole
+      self.config,
+      body,
+      x,
+      params,
+      keys_values,
+      own,
+      whole=whole,
+      carried=states,
     )
-    tokens, experts = zip(*outputs, strict=True)
+    states, outputs = zip(*outputs, strict=True)
+    tokens, experts = _separate(outputs)
+    tokens = tuple(map(attention_of, tokens))
+    if self.config.period:
+      cache = tuple(
+        stack._replace(linear=state)
+        for stack, state in zip(cache, states, strict=True)
+      )
     cache = cache_lib.write(cache, tokens, positions, x)
-    experts = moe.recorded(self.config, experts) if record else None
+    experts = moe.join_layers(self.config, experts) if record else None
     return ExtendOutput(self._final_norm(params, x), cache, experts)
+
+  def _matrices_of_experts(self, params: Params) -> Sequence[str]:
+    """Returns the names of matrices that TPUs read from whole stacks."""
+    if self.platform != "tpu" or not self.config.experts:
+      return ()
+    return moe.matrices_of(layer_stacks.stacks(params)[0])
 
   def _decode_in_place(
     self, params, keys_values, x, context, cache, rows, record: bool
@@ -331,7 +396,17 @@ class Passes:
     config = self.config
 
     def body(carry, local, layer, prompt, index):
-      x, slots = carry
+      x, stack = carry
+      if block.is_linear(layer):
+        state, *others = stack.linear
+        stored = Stored(state, index)
+        x, state, routed = block.block(
+          config, x, layer, local, context, prompt, stored, None
+        )
+        # In the old order after a period
+        stack = stack._replace(linear=(*others, state))
+        return (x, stack), routed.experts if record else None
+      slots = attention_of(stack)
       attention = functools.partial(
         decode_attention.attend,
         *(config, self.platform, local, context, rows, prompt, slots, index),
@@ -340,18 +415,17 @@ class Passes:
       x, slots, routed = block.layer_of(
         config, x, layer, table, context.routing, attention
       )
-      return (x, slots), routed.experts if record else None
+      stack = cache_lib.with_attention(stack, slots)
+      return (x, stack), routed.experts if record else None
 
-    stacks = layer_stacks.stacks(params)
     # From sliced stacks, XLA:TPU would copy a layer's experts for every token.
-    whole = moe.matrices_of(stacks[0]) if self.platform == "tpu" else ()
-    indices = tuple(jnp.arange(layer_stacks.layer_count(s)) for s in stacks)
-    scanned = keys_values, indices
+    whole = self._matrices_of_experts(params)
+    scanned = keys_values, tuple(map(_indices, cache))
     x, outputs = layer_stacks.scan(
       config, body, x, params, *scanned, whole=whole, carried=cache
     )
     cache, experts = zip(*outputs, strict=True)
-    experts = moe.recorded(config, experts) if record else None
+    experts = moe.join_layers(config, experts) if record else None
     return ExtendOutput(self._final_norm(params, x), cache, experts)
 
   def forward(
@@ -373,12 +447,14 @@ class Passes:
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
     row_prompts = prompt_mask if flat is None else flat.of_rows(prompt_mask)
-    positions = _lengths(row_prompts)[:, None, None] + positions
+    absolute = _lengths(row_prompts)[:, None, None] + positions
     attention = self.row_attention
     prompts = _prompt_context(config, prompt_mask, attention)
     rows = _row_context(
-      config, positions, tokens.segments, row_prompts, attention
+      config, absolute, tokens.segments, row_prompts, attention
     )
+    if tokens.segments is not None:
+      rows = rows._replace(rows=Rows(packed=positions))
     # Prompts are groups of one: [B, P] -> [B, 1, P].
     if tokens.load_weights is not None:
       weights = tokens.prompt_load_weights[:, None]
@@ -391,7 +467,7 @@ class Passes:
     # Embed the tokens, as two arrays or joined to flat tokens.
     if flat is None:
       x = self._embed_both(params, prompt_ids, ids)
-      layer_of = block.block_of_both
+      layer_of = block.joint_block
       context = (prompts, rows)
     else:
       x = self._embed(params, _join_flat(prompt_ids[:, None], ids, flat))
@@ -407,7 +483,7 @@ class Passes:
     # Each stack scans the replayed experts of its own layers.
     if replayed is not None:
       sizes = map(layer_stacks.layer_count, layer_stacks.stacks(params))
-      replayed = moe.by_layer(config, replayed)
+      replayed = moe.split_layers(config, replayed)
       scanned = [layer_stacks.split(replayed, list(sizes))]
     x, loads = layer_stacks.scan(
       config, body, x, params, *scanned, remat=self.remat
@@ -428,8 +504,8 @@ class Passes:
 
   def _embed(self, params: Params, ids: Array) -> Float[Array, "B G S D"]:
     x = params["embed"][ids].astype(jnp.float32)
-    if self.config.scaled_embedding:  # rounded as in transformers
-      x = x * jnp.asarray(self.config.width**0.5, self.dtype)
+    if self.config.embedding_scale != 1:  # rounded as in transformers
+      x = x * jnp.asarray(self.config.embedding_scale, self.dtype)
     return constrain(x, "batch", "group")
 
   def _embed_both(

@@ -25,7 +25,10 @@ from jaxtyping import Array, Float, Int8
 from grpojax.core.types import Params
 from grpojax.models import cpu
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "head")
+MATRICES = (
+  *("q", "k", "v", "o", "gate", "up", "down", "head"),
+  *("linear_qkv", "linear_z", "linear_o"),
+)
 """Matrices to store in 8 bits. Biases, norms, routers and adapters are small,
 embeddings are looked up, and experts' matrices (`moe`) keep their dtype."""
 

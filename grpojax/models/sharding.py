@@ -21,16 +21,21 @@ from grpojax.core import meshes
 from grpojax.core.meshes import AXES, divide, free_axes
 
 _FSDP = ("fsdp", "expert")  # axes to gather along; experts: only fsdp
+# Matrices whose outputs, or whose inputs, are heads or an MLP's channels
+_UP = "(q|k|v|gate|up|linear_(qkv|z|a|b))"
+_DOWN = "(o|down|linear_o)"
 RULES = (
   # (pattern for the end of the path, axes)  # shape
   (r"embed", P(("tensor", *_FSDP), _FSDP)),  # [V, D]
   (r"head", P(_FSDP, "tensor")),  # [D, V]
   (r"head_scale", P("tensor")),  # [V]
-  (r"layers/(q|k|v|gate|up)", P(None, _FSDP, "tensor")),  # [L, D, ...]
+  (rf"layers/{_UP}", P(None, _FSDP, "tensor")),  # [L, D, ...]
   # Rows are split, because for columns split into odd multiples of 128, XLA:TPU
   # would use an all-reduce of the gradient instead of a reduce-scatter.
-  (r"layers/(o|down)", P(None, ("tensor", *_FSDP))),  # [L, ..., D]
-  (r"layers/(q|k|v|gate|up)_(bias|scale)", P(None, "tensor")),  # [L, ...]
+  (rf"layers/{_DOWN}", P(None, ("tensor", *_FSDP))),  # [L, ..., D]
+  (rf"layers/{_UP}_(bias|scale)", P(None, "tensor")),  # [L, ...]
+  # Of linear layers' heads: [L, H] and [L, C, 1, taps]
+  (r"layers/linear_(rate_bias|conv)", P(None, "tensor")),
   (r"layers/router", P(None, _FSDP)),  # [L, D, X]
   # Statistics of optax's Adafactor, [L, X, D] or [L, X, F]; others are small.
   (r"v_(row|col)/layers/expert_(gate|up|down)", P(None, "expert")),
@@ -43,13 +48,13 @@ RULES = (
   (r"layers/expert_(gate|up)(/|_lora_)b", P(None, "expert", None, "tensor")),
   (r"layers/expert_down(/|_lora_)a", P(None, "expert", "tensor")),
   (r"layers/expert_down(/|_lora_)b", P(None, "expert", None, "fsdp")),
-  (r"layers/(q|k|v|gate|up)(/|_lora_)a", P(None, _FSDP)),  # [L, D, r]
-  (r"layers/(q|k|v|gate|up)(/|_lora_)b", P(None, None, "tensor")),  # [L, r, ..]
-  (r"layers/(o|down)(/|_lora_)a", P(None, "tensor")),  # [L, ..., r]
-  (r"layers/(o|down)(/|_lora_)b", P(None, None, _FSDP)),  # [L, r, D]
+  (rf"layers/{_UP}(/|_lora_)a", P(None, _FSDP)),  # [L, D, r]
+  (rf"layers/{_UP}(/|_lora_)b", P(None, None, "tensor")),  # [L, r, ..]
+  (rf"layers/{_DOWN}(/|_lora_)a", P(None, "tensor")),  # [L, ..., r]
+  (rf"layers/{_DOWN}(/|_lora_)b", P(None, None, _FSDP)),  # [L, r, D]
   # Small arrays that each device needs whole.
   (r"final_norm|layers/\w+_norm", P()),  # [D], [L, D] or [L, E]
-  (r"layers/(o|down)_(bias|scale)", P()),  # [L, D]
+  (rf"layers/{_DOWN}_(bias|scale)", P()),  # [L, D]
   (r"score", P()),  # [D, labels]
   (r"ns_coeffs", P()),  # [steps, 3], of optax.contrib.muon
 )
@@ -206,7 +211,7 @@ def fsdp_shards() -> int:
   return math.prod(sizes.get(axis, 1) for axis in _FSDP)
 
 
-def as_stored(params: PyTree) -> PyTree:
+def constrain_as_stored(params: PyTree) -> PyTree:
   """Lays parameters out as stored, split along fsdp and tensor."""
   return _constrain(params, "", gathered=False)
 

@@ -62,6 +62,15 @@ def _head_product_jvp(primals, tangents):
   return _head_product(*primals), sum(terms).astype(jnp.float32)
 
 
+def _scaled(
+  config: TransformerConfig, logits: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+  """Divides and caps logits, as the configuration says."""
+  divisor = config.logits_divisor
+  logits = logits if divisor == 1 else logits / divisor
+  return soft_cap(logits, config.logits_cap)
+
+
 def _unembed(
   config: TransformerConfig,
   params: Params,
@@ -85,7 +94,7 @@ def _unembed(
     logits = rows.join(jax.vmap(_head_product)(rows.split(hidden), head))
   if "head_scale" in params:
     logits = logits * params["head_scale"]
-  logits = soft_cap(logits, config.logits_cap)
+  logits = _scaled(config, logits)
   mask = _gap_mask(config)
   if mask is None:
     return logits
@@ -107,7 +116,7 @@ def _draw_parts(
   spec = activation_spec(mesh, shape, ("batch", "group", "vocabulary"))
 
   def logits_of(x):
-    return soft_cap(x, config.logits_cap) * (1 / temperature)
+    return _scaled(config, x) * (1 / temperature)
 
   def draw(hidden, head, scale, mask, uniform):
     rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
@@ -153,21 +162,35 @@ def _for_decoding(
     return quantize(arrays, dtype) if in_8_bits else arrays
 
   params = quantized(params) | {"layers": quantized(params["layers"])}
-  params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
+  params = sharding.gather(
+    sharding.constrain_as_stored(passes.cast(params, dtype))
+  )
+  if longest > config.rope.longest:
+    raise ValueError(
+      f"the rollout has {longest} positions, but without long_factor "
+      f"(longrope) only {config.rope.longest} are supported: use shorter "
+      "prompts or completions"
+    )
   positions = jnp.arange(longest)
   params |= {passes.ROPE: passes.rotary_tables(config, positions)}
   if config.labels:
     return params
   if config.tied:
     params |= passes.cast(quantized({"head": params["embed"].T}), dtype)
-  return params | {"layers": layer_stacks.split(params["layers"], stacks)}
+  parts = layer_stacks.split(params["layers"], stacks)
+  if size := len(config.period):
+    parts = tuple(
+      layer_stacks.by_place(config, part, count // size)
+      for part, count in zip(parts, stacks, strict=True)
+    )
+  return params | {"layers": parts}
 
 
 def _for_training(
   config: TransformerConfig, params: Params, dtype: Any
 ) -> Params:
   """Casts parameters for `forward`, and gathers all except the layers."""
-  params = sharding.as_stored(passes.cast(params, dtype))
+  params = sharding.constrain_as_stored(passes.cast(params, dtype))
   # `layer_stacks.run_layer` gathers the layers, one at a time.
   outer = {name: x for name, x in params.items() if name != "layers"}
   params |= sharding.gather(outer)
@@ -194,6 +217,8 @@ def _lm(
     init_cache=functools.partial(
       cache.create,
       layers=stacks,
+      linear=config.linear,
+      period=config.period,
       kv_heads=config.kv_heads,
       head_dim=config.head_dim,
       dtype=dtype,
@@ -247,10 +272,13 @@ def transformer(
   def decoder(cache_dtype):
     runs_on = platform or jax.default_backend()
     # In a loop over a stack, XLA:CPU may copy a layer for each token, and
-    # XLA:GPU copies all weights and caches. A stack per layer avoids this, but
+    # XLA:GPU copies all weights and caches. A stack per period avoids this, but
     # takes several times as long to compile.
     separate = config.layers <= layer_stacks.SHALLOW or runs_on == "gpu"
-    stacks = (1,) * config.layers if separate else (config.layers,)
+    size = len(config.period) or 1
+    stacks = (config.layers,)
+    if separate:
+      stacks = (size,) * (config.layers // size)
     decoding = passes.Passes(config, dtype, None, attend, runs_on)
     return _lm(decoding, stacks, in_8_bits=cache_dtype == "int8"), stacks
 

@@ -169,9 +169,10 @@ def follow(
     try:
       signature.bind("", "", {}, **options)
     except TypeError as error:
+      bound_too = f" and the options {options}" if options else ""
       raise ValueError(
-        f"reward {name!r} cannot be called with prompt, completion, example and"
-        f" the options {options}: {error} (functions for TRL have a parameter"
+        f"reward {name!r} cannot be called with prompt, completion, example"
+        f"{bound_too}: {error} (functions for TRL have a parameter"
         " `completions`, functions for verl `solution_str`)"
       ) from error
     return bound

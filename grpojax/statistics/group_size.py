@@ -29,20 +29,15 @@ class Components(NamedTuple):
   gradient_sq: Float[Array, "*X"]  # ||E_x g(x)||^2
 
 
-def components(
-  moments: Moments,
-  gradients: Float[Array, "X d"],
-  weights: Float[Array, "X"] | None = None,
-) -> Components:
-  """Averages exact moments and gradients over prompts, by default equally."""
-  if weights is None:
-    weights = jnp.full(gradients.shape[:1], 1 / len(gradients))
-  gradient_sq = jnp.sum((weights @ gradients) ** 2)  # of the mean over prompts
+def components(moments: Moments, gradients: Float[Array, "X d"]) -> Components:
+  """Averages exact moments and gradients over prompts."""
+  means = Moments(*map(jnp.mean, moments))
+  gradient_sq = jnp.sum(jnp.mean(gradients, 0) ** 2)
   return Components(
-    c1=weights @ moments.gradient_sq - gradient_sq,
-    c2=weights @ moments.oracle_trace,
-    c3=weights @ moments.remainder,
-    c2_vanilla=weights @ moments.vanilla_trace,
+    c1=means.gradient_sq - gradient_sq,
+    c2=means.oracle_trace,
+    c3=means.remainder,
+    c2_vanilla=means.vanilla_trace,
     gradient_sq=gradient_sq,
   )
 
@@ -110,18 +105,6 @@ def optimal_group_size(
     baseline = _baseline_at_cost(b, c, prompt_cost)
   best = jnp.where(prompts_differ, 1 + baseline, jnp.inf)
   return jnp.where(jnp.isnan(c1 + c2 + c3), jnp.nan, best)
-
-
-def optimal_group_size_in_epochs(
-  best: Real[Array, "*X"] | float | int, num_samples: int, prompts: int
-) -> Float[Array, "*X"]:
-  """Returns the group size of least `mse_curve` for a finite set of prompts.
-
-  It is max(G*, N / M). `best` is G* computed with M / (M - 1) c1 in place of
-  c1. Within an epoch the finite set subtracts a constant from the error. Groups
-  below N / M repeat prompts in a batch, which does not reduce c1's term.
-  """
-  return jnp.maximum(jnp.asarray(best, float), num_samples / prompts)
 
 
 def _baseline_at_cost(

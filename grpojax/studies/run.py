@@ -26,7 +26,6 @@ from grpojax.runtime.cli import settings as settings_lib
 from grpojax.runtime.cli.settings import Section, section, setting
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.processes import interrupts
-from grpojax.runtime.terminal import pictures
 from grpojax.statistics.intervals import mean_interval
 from grpojax.training.files import run_directory
 from grpojax.training.run import fit, open_run
@@ -100,9 +99,10 @@ def _write(results: Results, directory: pathlib.Path, name: str) -> None:
     records.write_text(directory / f"{table}.csv", text.getvalue())
   records.write_json(directory / "summary.json", results.summary)
   rows, columns = results.panels
-  figure = pictures.new_figure((4 * columns, 3.2 * rows))  # in inches
+  figure = new_figure((4 * columns, 3.2 * rows))
   results.draw(figure.subplots(rows, columns, squeeze=False))
-  pictures.save_figure(figure, directory / f"{name}.png")
+  with records.replacing(directory / f"{name}.png") as temporary:
+    figure.savefig(temporary, format="png")
   for line in results.lines:
     print(line)
   print(f"tables and picture are in {directory}/")
@@ -294,6 +294,16 @@ def size_errors(config: ConfigDict, *names: str) -> list[tuple[str, str]]:
 
 
 # Pictures
+
+
+def new_figure(size: tuple[float | int, float | int]):
+  """Returns an empty figure of `size` (width, height) in inches."""
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure  # not pyplot: it has global state
+
+  figure = Figure(figsize=size, dpi=100, layout="constrained")
+  FigureCanvasAgg(figure)
+  return figure
 
 
 def size_axis(axes: Any, sizes: Sequence[int]) -> None:

@@ -106,16 +106,20 @@ def check_positions(
 
   With scaled RoPE it only warns: the config may have the limit before scaling.
   """
+  rope = hf.to_transformer_config(files.config).rope
   limit = files.config.get("max_position_embeddings") or math.inf
+  key = "max_position_embeddings"
+  if rope.longest < limit:
+    limit = rope.longest
+    key = "original_max_position_embeddings: longer texts need long_factor"
   if prompt_tokens + new_tokens <= limit:
     return
   message = (
     f"a prompt of {prompt_tokens} tokens (data.max_prompt_length) and a "
     f"completion of {new_tokens} (sampling.max_new_tokens) exceed the {limit} "
-    f"positions of {files.directory} (max_position_embeddings in its "
-    "config.json)"
+    f"positions of {files.directory} ({key} in its config.json)"
   )
-  if hf.to_transformer_config(files.config).rope.factor == 1:
+  if rope.factor == 1:
     raise ValueError(f"{message}: lower one of these two settings")
   print(f"warning: {message}")
 

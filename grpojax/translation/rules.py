@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
 
   group_size: int
   prompts: int  # per step
-  splits: int  # their number of updates per generation
+  updates_per_generation: int  # of the other library
   minibatches: int  # our updates per generation, which keep groups whole
   updates: int  # optimizer updates per step, over all epochs
   steps: int | None  # steps of the run; None if it depends on the data

@@ -33,8 +33,8 @@ def _sizes(origin: Origin) -> rules.Sizes:
       f" and of {micro_batch}: change --processes or the sizes"
     )
   prompts = samples // group_size
-  splits = samples // per_update
-  minibatches = math.gcd(splits, prompts)
+  updates_per_generation = samples // per_update
+  minibatches = math.gcd(updates_per_generation, prompts)
   updates = minibatches * origin["num_iterations"]
   total = origin["max_steps"] if origin["max_steps"] > 0 else None
   if total is None and origin.examples is not None:
@@ -42,7 +42,9 @@ def _sizes(origin: Origin) -> rules.Sizes:
     per_epoch = max(origin.examples // prompts * updates, 1)
     total = math.ceil(origin["num_train_epochs"] * per_epoch)
   steps = None if total is None else max(math.ceil(total / updates), 1)
-  return rules.Sizes(group_size, prompts, splits, minibatches, updates, steps)
+  return rules.Sizes(
+    group_size, prompts, updates_per_generation, minibatches, updates, steps
+  )
 
 
 def _batch(origin: Origin, name: str) -> Items:
@@ -52,10 +54,12 @@ def _batch(origin: Origin, name: str) -> Items:
   comment += f", --processes={origin.processes}: "
   comment += f"{sizes.prompts * sizes.group_size} completions per generation"
   yield Setting("batch_size", sizes.prompts, comment)
-  comment = f"updates per generation: {sizes.splits}"
+  comment = f"updates per generation: {sizes.updates_per_generation}"
   yield Setting("optim.minibatches", sizes.minibatches, comment)
-  if sizes.minibatches != sizes.splits:
-    text = f"TRL splits groups over {sizes.splits} updates, but here"
+  if sizes.minibatches != sizes.updates_per_generation:
+    text = (
+      f"TRL splits groups over {sizes.updates_per_generation} updates, but here"
+    )
     text += f" {sizes.minibatches} minibatches have whole groups"
     yield Note(name, text)
 

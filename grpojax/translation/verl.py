@@ -38,8 +38,10 @@ def _sizes(origin: Origin) -> rules.Sizes:
   if size > prompts:
     text = f"verl allows at most data.train_batch_size = {prompts}"
     raise ValueError(f"{name} = {size}: {text}")
-  splits = math.ceil(prompts / size)
-  minibatches = math.gcd(splits, prompts)  # of equal size, unlike verl's
+  updates_per_generation = math.ceil(prompts / size)
+  minibatches = math.gcd(
+    updates_per_generation, prompts
+  )  # of equal size, unlike verl's
   updates = minibatches * origin[f"{ACTOR}.ppo_epochs"]
   steps = None
   if origin["trainer.total_training_steps"]:
@@ -48,7 +50,9 @@ def _sizes(origin: Origin) -> rules.Sizes:
     per_epoch = origin.examples // prompts
     steps = max(int(per_epoch * origin["trainer.total_epochs"]), 1)
   group_size = origin[f"{ROLLOUT}.n"]
-  return rules.Sizes(group_size, prompts, splits, minibatches, updates, steps)
+  return rules.Sizes(
+    group_size, prompts, updates_per_generation, minibatches, updates, steps
+  )
 
 
 def _rewards(origin: Origin, name: str) -> Items:

@@ -1,7 +1,5 @@
 """The JSON line of a workload, and proof that the work was done."""
 
-import pytest
-
 from grpojax.benchmarks import clock, side_by_side, workloads
 from grpojax.training.config import from_config
 
@@ -62,20 +60,6 @@ def test_report_has_variant_and_planned_lengths():
   changes = {"optim.micro_batches": 2, "model.remat": "none"}
   variant = report(steps, **changes)["variant"]
   assert variant == "model.remat=none optim.micro_batches=2"
-
-
-@pytest.mark.slow
-def test_default_job_runs_train_steps(capsys):
-  config = workloads.config_of("arithmetic")
-  config.batch_size = 8
-  config.sampling.max_new_tokens = 16
-  config.eval.num_prompts = 8
-  config.optim.packing = False  # packed shapes would depend on lengths
-  line = side_by_side.measure("arithmetic", from_config(config), 2, 1)
-  assert {*KEYS} <= {*line} and line["steps"] == 2
-  assert line["lengths_as_planned"] is None and len(line["rewards"]) == 3
-  assert line["compilations_later"] == 0
-  assert capsys.readouterr().out == ""
 
 
 def test_clock_measures_each_step(capsys, monkeypatch):

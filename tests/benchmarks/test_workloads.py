@@ -30,7 +30,7 @@ def test_prompts_equal_the_other_scripts():
   np.testing.assert_array_equal(ids, workloads.prompt_ids(TAIL, 5)[:2])
 
 
-@pytest.mark.parametrize("name", workloads.NAMES)
+@pytest.mark.parametrize("name", workloads.WORKLOADS)
 def test_configs_of_workloads(name):
   config = workloads.config_of(name)
   from_config(config)
@@ -41,12 +41,6 @@ def test_configs_of_workloads(name):
   assert optim.max_grad_norm == 1 and optim.weight_decay == 0
   assert loss.clip_low == loss.clip_high == 0.2
   samples = (config.batch_size, config.group_size)
-  if name == "arithmetic":
-    assert optim.learning_rate == 3e-4 and loss.beta == 0
-    assert (*samples, config.sampling.max_new_tokens) == (32, 8, 80)
-    assert config.model.path == "arithmetic-instruct"
-    assert config.diagnostics.every == 0 and not config.data.options
-    return
   assert optim.learning_rate == 1e-6
   lengths = (config.data.max_prompt_length, config.sampling.max_new_tokens)
   assert workloads.WORKLOADS[name][:4] == samples + lengths

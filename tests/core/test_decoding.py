@@ -13,6 +13,7 @@ from grpojax.core.decoding import experts as experts_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prefix, Prompts
 from grpojax.models import lora
+from grpojax.models.gated_delta import Sizes
 from grpojax.models.transformer import TransformerConfig, transformer
 
 KEY = jax.random.key(3)
@@ -40,6 +41,10 @@ def model(name):
   changes = {
     "one_stack": {"layers": 9},
     "windows": {"local_layers": (True, False), "window": 5},
+    "linear": {
+      "linear_layers": (True, False),
+      "linear": Sizes(1, 2, 4, 3),
+    },
     "lora": {},
     "experts": {"experts": 3, "experts_per_token": 2},
   }
@@ -75,6 +80,7 @@ long = pytest.mark.long
 MODELS = [
   pytest.param("windows", marks=slow),
   pytest.param("one_stack", marks=slow),
+  pytest.param("linear", marks=slow),
   pytest.param("chain", marks=slow),
   pytest.param("simple", marks=slow),
   pytest.param("lora", marks=long),

@@ -1,9 +1,6 @@
 """Programs on eight simulated devices, each in its own process."""
 
-import os
 import pathlib
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -11,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
+from run_helpers import output_of
 
 from grpojax.core import meshes
 
@@ -26,19 +24,7 @@ PROGRAMS.append("environment_on_mesh.py")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_eight_devices_compute_the_same(program):
   """The programs also check the communication."""
-  environment = {
-    "JAX_NUM_CPU_DEVICES": "8",
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(DIRECTORY.parents[1]),
-  }
-  done = subprocess.run(
-    [sys.executable, DIRECTORY / program],
-    env=os.environ | environment,
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stderr[-4000:]
+  output_of(DIRECTORY / program, JAX_NUM_CPU_DEVICES="8")
 
 
 def abstract_mesh(kind=AxisType.Auto, **axes):

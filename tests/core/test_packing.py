@@ -22,6 +22,7 @@ from grpojax.core.step import init_state
 from grpojax.core.types import Rollout
 from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models import lora
+from grpojax.models.gated_delta import Sizes
 from grpojax.models.rope import Rope
 from grpojax.models.transformer import TransformerConfig, transformer
 
@@ -251,7 +252,11 @@ FEATURES = dict.fromkeys(
 )
 FEATURES |= dict(attention_cap=2.0, logits_cap=3.0, window=4)
 FEATURES |= dict(local_layers=(True, False), local_rope=Rope(theta=30.0))
+OTHER_FEATURES = dict(wide_qk_norm=True, pre_norms=False, post_norms=True)
+OTHER_FEATURES |= dict(residual_scale=0.4, logits_divisor=0.5)
+OTHER_FEATURES["rope"] = Rope(share=0.5, query_beta=0.5, original_length=3)
 EXPERTS = dict(experts=4, experts_per_token=2)
+LINEAR = dict(linear_layers=(True, False), linear=Sizes(1, 2, 4, 3))
 
 
 def normal(shapes, seed=0, deviation=0.5):
@@ -315,6 +320,8 @@ def differentiate(lm, params, samples, layout):
   [
     (FEATURES, False),
     (EXPERTS, False),
+    (OTHER_FEATURES, False),
+    (LINEAR, False),
     pytest.param(FEATURES, True, marks=pytest.mark.long),
   ],
 )

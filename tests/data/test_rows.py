@@ -152,8 +152,8 @@ def test_a_pattern_matches_several_files(kind, tmp_path):
     ("train", "DIR", 0, "has no train.SUFFIX, .*and data.options.test"),
     ("train", "DIR", 0.1, "for a file or a pattern"),
     ("train", "DIR/p1.SUFFIX", 1.5, "must be 0 to 1"),
-    ("train", "DIR/p*", 1, "no 'train' row in 2 files of data.path"),
-    ("train", "DIR/p1.SUFFIX", 1, "no 'train' row in .*p1.SUFFIX"),
+    ("train", "DIR/p*", 1, "no 'train' row among the 6 of 2 files"),
+    ("train", "DIR/p1.SUFFIX", 1, "no 'train' row among the 3 of .*p1.SUFFIX"),
     ("test", "DIR/p*", 0, "has no test split.*0.05"),
   ],
 )
@@ -256,7 +256,7 @@ def test_line_ends_and_byte_order_marks(start, end, cut, tmp_path):
 @pytest.mark.parametrize(
   "line, text",
   [
-    ("no json", "Expecting value"),
+    ('{"prompt": "x" 3}', "Expecting ',' delimiter at character 16$"),
     ('["prompt"]', "must be a JSON object, not list"),
     ("[" * 100_000, "recursion"),
     ('{"prompt": "x", "answer": NaN}', "NaN is not valid JSON"),

@@ -73,7 +73,7 @@ def test_it_runs_on_a_cpu(tmp_path, monkeypatch):
   cells = [c for c in notebook.cells if c.cell_type == "code"]
   texts = ["".join(o.get("text", "") for o in c.outputs) for c in cells]
   outputs = [output for cell in cells for output in cell.outputs]
-  assert sum("image/png" in o.get("data", {}) for o in outputs) == 2
+  assert sum("image/png" in o.get("data", {}) for o in outputs) == 1
   text = "\n".join(texts)
   accuracy = re.search(r"held-out accuracy: ([\d.]+)% -> ([\d.]+)%", text)
   assert float(accuracy[1]) < 40 and float(accuracy[2]) > 85

@@ -1,16 +1,14 @@
 """Small decoders, random parameters, and programs on several devices."""
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from run_helpers import output_of
 
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.rollout import rollout
@@ -18,8 +16,23 @@ from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
 from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models.config import TransformerConfig
+from grpojax.models.rope import Rope
 
-ROOT = pathlib.Path(__file__).parents[2]
+OTHER_ROPE = dict(factor=4.0, beta_fast=2.0, attention_factor=1.2)
+OTHER_ROPE |= dict(share=0.5, query_beta=0.5, original_length=5)
+OTHER_FEATURES = dict(  # of OLMo, Granite, Phi, Ministral and SmolLM
+  wide_qk_norm=True,
+  pre_norms=False,
+  post_norms=True,
+  embedding_scale=3.0,
+  residual_scale=0.4,
+  attention_scale=0.3,
+  logits_divisor=0.5,
+  rope=Rope(**OTHER_ROPE),
+  # The first layer has no rotation, and no window.
+  local_layers=(True, False),
+  local_rope=Rope(**OTHER_ROPE | {"factor": math.inf, "beta_fast": None}),
+)
 
 
 def config_with(**changes):
@@ -60,16 +73,7 @@ def assert_close(got, want, **tolerances):
 
 def run_python(devices, *arguments):
   """Runs a program in a process with so many CPU devices."""
-  changes = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(
-    [sys.executable, *map(str, arguments)],
-    env=os.environ | changes | {"PYTHONPATH": str(ROOT)},
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stderr[-4000:]
+  output_of(*arguments, JAX_NUM_CPU_DEVICES=str(devices))
 
 
 def torch_model(path, kind, noise, **values):
@@ -80,7 +84,9 @@ def torch_model(path, kind, noise, **values):
   config._attn_implementation = "eager"
   torch.set_num_threads(1)
   torch.manual_seed(0)
-  model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+  task = "ImageTextToText" if kind == "mistral3" else "CausalLM"
+  build = getattr(transformers, f"AutoModelFor{task}").from_config
+  model = build(config).float().eval()
   with torch.no_grad():  # initial biases and norms would hide mistakes
     for parameter in model.parameters():
       parameter.add_(noise * torch.randn_like(parameter))

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from small_models import config_with, prompts_of, run_python, sample
+from small_models import (
+  OTHER_FEATURES,
+  config_with,
+  prompts_of,
+  run_python,
+  sample,
+)
 
 from grpojax.core.decoding.sampling import Sampling, sample_parts, uniform
 from grpojax.core.logprobs import token_logprobs
@@ -115,6 +121,7 @@ CONFIG = config_with(
   kv_heads=2,
   mlp=8,
   logits_cap=20.0,
+  logits_divisor=0.5,
   gaps=((100, 300), (V - 50, V)),
 )
 
@@ -158,7 +165,7 @@ def draws_of_devices():
   return np.asarray(ids)
 
 
-def sampled_on(platform, layers=2, format="model", batch=5):
+def sampled_on(platform, layers=2, format="model", batch=5, **features):
   """Returns samples of a model with a window in its first layer."""
   config = config_with(
     vocab_size=50,
@@ -168,9 +175,9 @@ def sampled_on(platform, layers=2, format="model", batch=5):
     kv_heads=4,
     head_dim=64,
     mlp=32,
-    qkv_bias=True,
-    local_layers=(True,) + (False,) * (layers - 1),
-    window=9,
+    **dict(qkv_bias=True, window=9)
+    | features
+    | dict(local_layers=(True,) + (False,) * (layers - 1)),
   )
   lm = transformer(config, platform=platform)
   prompts = prompts_of(np.random.default_rng(1), (batch, 3), 50)
@@ -194,6 +201,14 @@ def assert_same(samples, expected):
 def test_samples_equal_those_of_cpus(layers, format, platform):
   expected = sampled_on("cpu", layers, format)
   assert_same(sampled_on(platform, layers, format), expected)
+
+
+@pytest.mark.slow
+def test_kernels_serve_layers_without_rope_and_scaled_queries():
+  features = OTHER_FEATURES | {"window": 0}
+  expected = sampled_on("cpu", **features)
+  for platform in ("tpu", "gpu"):
+    assert_same(sampled_on(platform, **features), expected)
 
 
 @pytest.mark.slow

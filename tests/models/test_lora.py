@@ -152,11 +152,16 @@ def test_gradients_follow_from_merged_weights_by_the_chain_rule(model):
   "config, rank, targets, message",
   [
     (CONFIG, 0, "layers/q", "rank=0 must be 1 or more"),
-    (CONFIG, 2, "q", "nothing; matrices that may have adapters: layers/down"),
+    (
+      CONFIG,
+      2,
+      "q",
+      "lora.targets = 'q': they match nothing; choose from layers/d",
+    ),
     (CONFIG, 2, "layers/.*norm", "layers/attn_norm, layers/mlp_norm, not proj"),
     (CONFIG, 2, "layers/q(_bias)?", "match layers/q_bias, not projections"),
     (CONFIG, 2, "layers/(q", "unterminated subpattern"),
-    (MIXTURE, 2, "layers/up", "may have adapters: layers/expert_down, "),
+    (MIXTURE, 2, "layers/up", "choose from layers/expert_down, "),
   ],
 )
 def test_bad_targets_are_refused(config, rank, targets, message):
@@ -212,9 +217,11 @@ def test_peft_and_transformers_read_saved_adapters(model, tmp_path):
 def test_adapters_that_peft_would_skip_are_refused(tmp_path):
   targets = "layers/(q|expert_(gate|up))"
   partial = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
-  for adapters, message in (
-    (partial, "of expert_gate and expert_up alone"),
-    ({}, "no adapters to save"),
+  joined = CONFIG | {"model_type": "phi3"}
+  for hf_config, adapters, message in (
+    (MIXTURE, partial, "of expert_gate and expert_up alone"),
+    (MIXTURE, {}, "no adapters to save"),
+    (joined, {"layers": {"q": {}, "up": {}, "o": {}}}, "of q, up: the base"),
   ):
     with pytest.raises(ValueError, match=message):
-      lora.save_peft(tmp_path / "none", adapters, MIXTURE, ALPHA, "base")
+      lora.save_peft(tmp_path / "none", adapters, hf_config, ALPHA, "base")

@@ -35,9 +35,13 @@ GEMMA = dict(
   local_rope=Rope(100.0),
   gaps=((9, 11),),
 )
+OLMO = dict(wide_qk_norm=True, pre_norms=False, post_norms=True)
+OLMO |= dict(residual_scale=0.4, embedding_scale=2.0, logits_divisor=2.0)
+OLMO["rope"] = Rope(share=0.5, query_beta=0.5, attention_factor=1.2)
 MODELS = {
   "plain": transformer,
   "gemma": lambda config: transformer(dataclasses.replace(config, **GEMMA)),
+  "olmo": lambda config: transformer(dataclasses.replace(config, **OLMO)),
   "lora": lambda config: with_adapters(transformer(config)),
   "nnx": lambda config: adapters.from_nnx(
     lambda rngs: nnx.Embed(11, 11, rngs=rngs)

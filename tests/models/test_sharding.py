@@ -14,11 +14,19 @@ import pytest
 from flax import traverse_util
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from small_models import assert_close, config_with, run_python
+from small_models import (
+  OTHER_FEATURES,
+  assert_close,
+  config_with,
+  prompts_of,
+  random_params,
+  run_python,
+)
 
 from grpojax.aot import cost, hlo
 from grpojax.core import meshes
 from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
+from grpojax.core.types import Tokens
 from grpojax.models import sharding
 from grpojax.models.attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues
@@ -26,6 +34,7 @@ from grpojax.models.cpu import float32_einsum, matmul
 from grpojax.models.kernel_attention import kernel_attention
 from grpojax.models.transformer import transformer
 
+EXPERTS = dict(experts=4, experts_per_token=2, normalize_experts=True)
 ONE = jax.devices()[:1]
 
 
@@ -145,6 +154,31 @@ def check_kernels(sizes, b, g, k, r):
   assert_close(split, alone, atol=1e-3, rtol=1e-4)
 
 
+def check_features():
+  """Features of a layer have the same gradients on a mesh."""
+  sizes = dict(vocab_size=16, heads=4, kv_heads=2)
+  for features in (OTHER_FEATURES, OTHER_FEATURES | EXPERTS):
+    lm = transformer(config_with(**sizes, **features))
+    params = random_params(lm)
+    rng = np.random.default_rng(0)
+    prompts = prompts_of(rng, (3, 5, 2, 4), 16)
+    ids = jnp.asarray(rng.integers(0, 16, (4, 2, 6)))
+    batch = Tokens(prompts.prompt_ids, prompts.prompt_mask, ids)
+
+    def loss(params, batch, lm=lm):
+      model, params = lm.prepared(params, longest=None)
+      logits = model.unembed(params, model.forward(params, batch).hidden)
+      return jnp.sum(jax.nn.log_softmax(logits)[..., 3])
+
+    gradient = jax.jit(jax.grad(loss))
+    alone = gradient(params, batch)
+    for mesh in (meshes.make_mesh(1, 2, 1, 2), meshes.make_mesh(1, 1, 2, 2)):
+      with jax.set_mesh(mesh):
+        placed = jax.device_put(params, sharding.shardings(params, mesh))
+        split = jax.jit(jax.grad(loss))(placed, batch)
+      assert_close(split, alone, rtol=1e-3, atol=1e-4)
+
+
 def main():
   assert jax.device_count() == 4
   check_meshes()
@@ -154,6 +188,7 @@ def main():
     check_heads((2, 2, 1, 1), 2, 6, tied)  # also groups
     check_heads((1, 2, 1, 2), 3, 2, tied)  # groups and the vocabulary
     check_heads((1, 4, 1, 1), 3, 2, tied)  # rows cannot be split
+  check_features()
   check_products(2, 3)  # prompts are split
   check_products(3, 2)  # samples are split
   check_kernels((2, 1, 1, 2), 2, 3, 2, 1)  # prompts and key heads

@@ -18,11 +18,12 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from small_models import run_python
+from small_models import normal, run_python
 
 from grpojax.core import meshes
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
+from grpojax.models.families import phi3
 from grpojax.models.huggingface import weights, weights_out
 
 BF16 = ml_dtypes.bfloat16
@@ -85,6 +86,49 @@ def test_values_and_layout(shards, stored, dtype, tmp_path, monkeypatch):
     theirs = np.stack([x.T if leaf.transposed else x for x in theirs])
     theirs = theirs if leaf.stacked else theirs[0]
     np.testing.assert_array_equal(params[ours], theirs.astype(dtype))
+
+
+def test_parts_of_a_stored_matrix_are_read_and_joined(tmp_path):
+  hf_config = dict(model_type="phi3", vocab_size=5, hidden_size=8)
+  hf_config |= dict(num_attention_heads=2, num_key_value_heads=1)
+  hf_config |= dict(num_hidden_layers=2, intermediate_size=6)
+  hf_config["auto_map"] = phi3.FIXED["auto_map"]
+  (tmp_path / "config.json").write_text(json.dumps(hf_config))
+  shapes = hf.abstract_params(hf_config)
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(lambda x: normal(rng, *x.shape), shapes)
+  hf.save(tmp_path / "out", params, tmp_path)
+  with safe_open(tmp_path / "out" / weights.SINGLE, "numpy") as file:
+    stored = file.get_tensor("model.layers.1.self_attn.qkv_proj.weight")
+  layer = {name: np.asarray(x[1]) for name, x in params["layers"].items()}
+  joined = np.concatenate([layer[name].T for name in "qkv"])
+  np.testing.assert_array_equal(stored, joined)
+  assert "auto_map" not in hf.read_config(tmp_path / "out")
+  again = hf.load_params(tmp_path / "out")
+  assert jax.tree.all(jax.tree.map(np.array_equal, again, params))
+  # A device's part of a part.
+  tensors = weights.find(tmp_path / "out")
+  index = slice(1, 2), slice(2, 7), slice(1, 3)
+  part = hf.layout(hf_config)["layers/k"], tensors, index, np.float32
+  expected = params["layers"]["k"][index]
+  np.testing.assert_array_equal(weights._read_part(*part), expected)
+
+
+@pytest.mark.parametrize(
+  "name, text_name",
+  [
+    ("language_model.model.layers.0.x", "model.layers.0.x"),
+    ("model.language_model.layers.0.x", "model.layers.0.x"),
+    ("language_model.lm_head.weight", "lm_head.weight"),
+    ("lm_head.weight", "lm_head.weight"),
+    ("model.vision_tower.ln_pre.weight", None),
+    ("multi_modal_projector.norm.weight", None),
+  ],
+)
+def test_text_tensors_of_a_multimodal_model(name, text_name):
+  tensor = weights.Stored(pathlib.Path("x"), "F32", (1,), 0)
+  expected = {} if text_name is None else {text_name: tensor}
+  assert weights.text_part({name: tensor}) == expected
 
 
 def test_experts_are_stacked_on_a_second_axis(tmp_path):
@@ -162,7 +206,7 @@ def test_a_directory_has_a_single_writer(tmp_path):
     with pytest.raises(ValueError, match="another process is writing to"):
       second.__enter__()
   assert (path / "a").read_text() == "first"
-  assert sorted(os.listdir(path)) == ["a", "checksums.json"]
+  assert sorted(os.listdir(path)) == ["a"]
   assert os.listdir(tmp_path) == ["out"]
   other = tmp_path / "other"
   with pytest.raises(ValueError, match="other exists already"):

@@ -108,6 +108,7 @@ def trl_and_verl(completions, solution_str): pass
 def trl_and_own(prompts, completions, example): pass
 def own_and_verl(prompt, completion, example, *, solution_str=""): pass
 def anything(**kwargs): pass
+def single(text): pass
 def batched(data_sources, solution_strs, ground_truths, extra_infos): pass
 def by_place(completions, /, **kwargs): pass
 def columns(completions, answer, level, bonus=0, **kwargs): pass
@@ -276,6 +277,7 @@ def test_single_failures_and_functions_for_other_data_sets(computed):
     ("others:trl_and_own", {}, r"s' \(TRL's\) and 'example' \(grpojax's own\)"),
     ("others:own_and_verl", {}, r"str' \(verl's\) and 'prompt'.*rename one"),
     ("others:anything", {}, "parameter `completions`, functions for verl"),
+    ("others:single", {}, "with prompt, completion, example: too many"),
     ("others:batched", {}, "missing a .*: 'extra_infos'.*`solution_str`"),
     ("others:by_place", {}, "positional-only.* TRL's convention passes key"),
     ("trl:odd", {"completions": 1}, "no option 'completions': its options"),

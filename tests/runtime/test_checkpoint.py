@@ -200,7 +200,7 @@ def test_an_error_of_this_process_is_raised(ended, tmp_path, monkeypatch):
   monkeypatch.setattr(checkpoint, "_POLL", 0.02)
   monkeypatch.setattr(checkpoint, "_logged_errors", [])
   codes = []
-  monkeypatch.setattr(interrupts, "skip_end", codes.append)
+  monkeypatch.setattr(interrupts, "skip_cleanup_at_exit", codes.append)
   polls = []
 
   def result(timeout):

@@ -104,6 +104,7 @@ def test_values_are_not_evaluated(tmp_path):
   [
     ("--config.lerning_rate=1", "did you mean --config.optim.learning_rate?"),
     ("--lr=1", "did you mean --config.optim.learning_rate?"),
+    ("--config.warmup=1", "did you mean --config.optim.warmup_steps?"),
     ("--run_dri=x", "did you mean --run_dir?"),
     ("--xyzzy=1", "--help lists all flags"),
     ("--config.optim=1", "--config.optim is a section"),
@@ -235,14 +236,16 @@ def test_home_directories_are_expanded(monkeypatch):
     (OSError("odd"), "odd"),
     (MemoryError("Unable to allocate 9 TiB"), "not enough memory: Unable to "),
     (OSError(2, "no \x1b[2J"), r"no \\x1b\[2J"),  # escaped for the terminal
+    (RuntimeError("Unable to initialize backend 'tpu'"), "Unable to .* 'tpu'"),
   ],
 )
 def test_system_errors_are_one_line_messages(error, text):
   with pytest.raises(SystemExit, match=f"^error: {text}"):
     with command_line.usage_errors():
       raise error
-  with pytest.raises(KeyError), command_line.usage_errors():
-    raise KeyError("a bug")
+  for bug in (KeyError, RuntimeError):
+    with pytest.raises(bug), command_line.usage_errors():
+      raise bug("a bug")
 
 
 @pytest.mark.parametrize("form", ["{}", "configs/{}.py", "{}.py"])

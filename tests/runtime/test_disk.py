@@ -28,6 +28,7 @@ def test_checks_change_no_files(tmp_path):
   [
     (disk.check_writable, "file/below", "Not a directory"),
     (disk.check_writable, "a/" + "x" * 250, "File name too long"),
+    (disk.check_writable, "x" * 240, "File name too long"),  # while written
     (disk.check_writable, "dangling", "No such file or directory"),
     (disk.check_writable, "\udcff", "it is no UTF-8 text"),
     (disk.check_writable, "gs://bucket/x.json", "is not a path"),

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax.models.huggingface import file_checksums
 from grpojax.runtime.processes import distributed, interrupts
 from grpojax.training.step import scoring
 
@@ -123,19 +122,6 @@ def test_environments_of_several_processes(words, several):
   assert distributed._several(environ) == several
   warning = {"TPU_WORKER_HOSTNAMES": "WARNING: none found, please set it"}
   assert not distributed._several(warning)
-
-
-def test_fingerprints_of_models(tmp_path):
-  file = tmp_path / "model.safetensors"
-  data = np.random.default_rng(0).bytes(10**7)
-  file.write_bytes(data)
-  before = file_checksums.fingerprint(tmp_path)
-  assert before.startswith("model.safetensors: 10000000 bytes")
-  file.write_bytes(data[:-1] + b"!")
-  (tmp_path / "checksums.json").write_text("{}")
-  assert file_checksums.fingerprint(tmp_path) == before  # outside the blocks
-  file.write_bytes(b"!" + data[1:])
-  assert file_checksums.fingerprint(tmp_path) != before
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpojax.models.huggingface import ASSETS
 from grpojax.runtime.text import tokenization, turns
-from grpojax.runtime.text.chat_template import set_messages
+from grpojax.runtime.text.chat_template import render_prompt
 
 TOOL = "<tool_response>\n{{ c }}\n</tool_response>"
 NO_THOUGHT = "{{ '<think>\n\n</think>\n\n' }}"
@@ -67,11 +67,11 @@ def test_turns_put_together_are_the_whole_chat(model):
   end = ID[ENDS[model]]
   read = make(model).encode
   messages = says("user", "1+1?")
-  row = read(set_messages(make(model), messages, {}))
+  row = read(render_prompt(make(model), messages, {}))
   answers = "3ab", "4b", "<think>hm</think>zz"
   for answer, words in zip(answers, ["No, ba\n\n{x}", "é", ""], strict=True):
     messages += says("assistant", answer) + says("user", words)
-    text = set_messages(make(model), messages, {})
+    text = render_prompt(make(model), messages, {})
     first = text[: text.rindex(answer[-2:]) + 2]
     tail = encode(words, OTHER)
     assert read(first) + tail == read(text) and tail[0] == end
@@ -88,7 +88,7 @@ def test_messages_of_tools(model):
   end = "<|observation|>" if model == GLM else ENDS[model]
   encode = encoder(model, "<|user|>", "<|im_end|>", "<|observation|>")
   messages = says("user", "1?") + says("assistant", "zz") + tools
-  text = set_messages(make(model), messages, {})
+  text = render_prompt(make(model), messages, {})
   tail = encode(tools, OTHER)
   assert tail == make(model).encode(text.partition("zz")[2])
   assert tail[0] == ID[end] and encode(tools, tail[0]) == tail[1:]

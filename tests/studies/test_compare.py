@@ -9,8 +9,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from grpojax.runtime.cli.settings import to_config
-from grpojax.runtime.terminal import pictures
 from grpojax.studies import compare
+from grpojax.studies import run as study
 from grpojax.training.run import fit
 
 
@@ -80,7 +80,7 @@ def test_arms_with_different_rewards_compare_by_accuracy(
   assert not any("reward" in name for name in second)
   hint = "rewards are not compared: arms differ in sampling.temperature"
   assert hint in results.lines and results.panels == (1, panels)
-  axes = pictures.new_figure((9, 3)).subplots(1, panels, squeeze=False)
+  axes = study.new_figure((9, 3)).subplots(1, panels, squeeze=False)
   results.draw(axes)
   assert all(ax.has_data() for ax in axes[0])
 

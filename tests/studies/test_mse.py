@@ -7,9 +7,8 @@ import pytest
 
 from grpojax.runtime.cli.settings import to_config
 from grpojax.runtime.files import records
-from grpojax.runtime.terminal import pictures
 from grpojax.statistics import u_statistics
-from grpojax.studies import mse, samples
+from grpojax.studies import mse, run, samples
 from grpojax.training import policies
 
 
@@ -158,7 +157,7 @@ def test_equal_rewards_have_zero_errors(config):
   assert all(r["deviation"] == r["mse_high"] == 0 for r in results)
   assert "lengths" not in mse.summary([row | {"success": 1}], results)["base"]
   config.group_sizes = (2,)
-  axes = pictures.new_figure((4, 6)).subplots(2, 1, squeeze=False)
+  axes = run.new_figure((4, 6)).subplots(2, 1, squeeze=False)
   mse.draw(axes, results, config)
   assert axes[0, 0].get_yscale() == "linear"
 

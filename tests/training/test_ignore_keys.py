@@ -28,7 +28,6 @@ def models(toy_model, classifier, tmp_path_factory):
   for path in (noted, judge):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"note": 7}))
-    (path / "checksums.json").unlink(missing_ok=True)
   return types.SimpleNamespace(toy=toy_model, noted=noted, judge=judge)
 
 

@@ -1,12 +1,10 @@
 """Runs on meshes of eight CPU devices equal runs on one device."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from run_helpers import output_of
 
 PROGRAM = pathlib.Path(__file__).with_name("mesh_runs.py")
 MESHES = [
@@ -58,14 +56,7 @@ CASES = {
 
 
 def on_eight_devices(*arguments):
-  env = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-  env |= {"PYTHONPATH": str(PROGRAM.parents[2])}
-  command = [sys.executable, PROGRAM, *arguments]
-  done = subprocess.run(
-    command, env=os.environ | env, capture_output=True, text=True
-  )
-  assert done.returncode == 0, done.stderr[-4000:]
-  return done.stdout
+  return output_of(PROGRAM, *arguments, JAX_NUM_CPU_DEVICES="8")
 
 
 @pytest.mark.slow

@@ -90,6 +90,17 @@ def test_texts_beyond_the_positions_are_refused_or_warned_of(
   assert (message in capsys.readouterr().out) == (outcome == "warned")
 
 
+def test_texts_that_need_the_long_factors_of_longrope_are_refused(edited):
+  factors = dict(short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+  lengths = dict(original_max_position_embeddings=40)
+  lengths["max_position_embeddings"] = 400
+  rope = dict(rope_scaling=dict(factors, type="longrope"))
+  path = edited("config.json", model_type="phi3", **lengths, **rope)
+  policies.check_positions(ModelFiles(path), 30, 10)
+  with pytest.raises(ValueError, match="the 40 positions .* need long_factor"):
+    policies.check_positions(ModelFiles(path), 30, 11)
+
+
 def with_adapters(policy, targets):
   return policies.with_adapters(
     policy, jax.random.key(0), rank=2, alpha=4.0, targets=targets

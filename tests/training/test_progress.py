@@ -172,6 +172,15 @@ def test_unusual_learning_rates_warn(
   assert warned in output if warned else not output
 
 
+def test_a_warmup_longer_than_the_run_warns(settings_with, capsys):
+  rates = {"optim__learning_rate": 1e-3, "optim__minibatches": 2}
+  for warmup in (15, 16):
+    settings = settings_with(steps=8, optim__warmup_steps=warmup, **rates)
+    start._warn_of_warmup(settings)
+    warning = "16 updates: the learning rate stays below 0.001"
+    assert (warning in capsys.readouterr().out) == (warmup == 16)
+
+
 def test_higher_rewards_of_short_wrong_completions_warn(capsys):
   names = "accuracy", "held_out_reward", "held_out_length"
   baseline = dict(zip(names, (0.0, 0.2, 100.0), strict=True))

@@ -23,7 +23,7 @@ from grpojax.training import policies
 from grpojax.training.data import splits
 from grpojax.training.files.sources import ModelFiles
 from grpojax.training.report import run_report
-from grpojax.training.run import open_run, start
+from grpojax.training.run import memory, open_run, start
 from grpojax.training.settings.facts import Facts
 from grpojax.training.step.run import Run
 
@@ -114,7 +114,6 @@ def test_adapters_of_changed_weights_are_refused(
   base = tmp_path / "base"
   lora = {"model.path": base, "lora.rank": 2}
   shutil.copytree(toy_model, base)
-  (base / "checksums.json").unlink()  # models of the Hub have none
   before = train_short(steps=1, **lora)
   file = base / "model.safetensors"
   weights = safetensors.numpy.load_file(file)
@@ -171,7 +170,9 @@ def test_a_run_without_rewards_stops_and_can_be_resumed(
   text += "--config.stop.rewards_missing=0; saved step 2$"
   with pytest.raises(SystemExit, match=text):
     train_short(**settings)
-  assert "! 100% without reward" in capsys.readouterr().out
+  output = capsys.readouterr().out
+  assert "! 100% without reward" in output
+  assert "0.0%  [0.0%, 49.0%]  (no reward could be computed" in output
   assert "step 2 of 9" in (run / "report.html").read_text()
   settings |= {"stop.rewards_missing": 0, "steps": 3}
   rewards.write_text(rewards.read_text() + "# other")
@@ -211,6 +212,17 @@ def test_the_date_is_pinned_if_the_template_uses_it(
   run = start.read_inputs(*inputs, today="1 May 2031")
   options = {"date_string": "1 May 2031"} if shown else {}
   assert run.settings.data.template_options == options
+
+
+def test_checks_do_not_wait_for_other_processes(
+  settings_with, tmp_path, monkeypatch
+):
+  """They may fail in one process only."""
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  monkeypatch.setattr(distributed, "gather", None)
+  with contextlib.ExitStack() as stack:
+    settings = settings_with(steps=1)
+    start.check(settings, Facts(), tmp_path, stack, lambda: None)
 
 
 @pytest.mark.slow
@@ -279,16 +291,18 @@ def test_processes_with_different_examples_are_refused(
   refused_at_the_start(settings, tmp_path, text)
 
 
-def test_process_0_sets_the_date(tmp_path, settings_with, monkeypatch):
-  def on_main(function):
-    return "26 Jul 2024" if function is tokenization.today else function()
+def test_process_0_sets_the_date_and_the_limit_of_memory(
+  tmp_path, settings_with, monkeypatch
+):
+  facts = {tokenization.today: "26 Jul 2024", memory.accelerator_bytes: 7}
 
   def check(*args):
-    raise ValueError(args[-1])
+    raise ValueError(f"{args[-2]}, {args[-1]} bytes")
 
+  on_main = lambda function: facts.get(function) or function()
   monkeypatch.setattr(distributed, "on_main", on_main)
   monkeypatch.setattr(start, "check", check)
-  refused_at_the_start(settings_with(), tmp_path, "26 Jul 2024")
+  refused_at_the_start(settings_with(), tmp_path, "26 Jul 2024, 7 bytes")
 
 
 def test_edited_code_has_another_checksum(tmp_path):

@@ -172,3 +172,15 @@ def test_hub_data_are_pinned(served, settings_with):
 def test_malformed_commits_are_refused(line, settings_with):
   with pytest.raises(ValueError, match="must be KIND:.* Runs fill it in"):
     settings_with(commits=(line,))
+
+
+def test_fingerprints_of_models(tmp_path):
+  file = tmp_path / "model.safetensors"
+  data = np.random.default_rng(0).bytes(10**7)
+  file.write_bytes(data)
+  before = sources.fingerprint(tmp_path)
+  assert before.startswith("model.safetensors: 10000000 bytes")
+  file.write_bytes(data[:-1] + b"!")
+  assert sources.fingerprint(tmp_path) == before  # outside the blocks
+  file.write_bytes(b"!" + data[1:])
+  assert sources.fingerprint(tmp_path) != before

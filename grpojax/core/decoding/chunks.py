@@ -199,8 +199,7 @@ def feed(
   at = jnp.maximum(samples.length - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
   real = jnp.arange(size) < lengths[..., None]
-  # Later tokens overwrite the slots of padding; rows without tokens sit out.
-  positions = jnp.where(lengths[..., None] > 0, at + jnp.arange(size), -1)
+  positions = jnp.where(real, at + jnp.arange(size), -1)
   tokens = jnp.concatenate([last, ids[..., :-1]], axis=-1)
   _, samples, cache = loops.read(
     setup, samples, rows.cache, tokens, positions, real

@@ -38,7 +38,7 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
   return config_json.common(hf_config) | {
     "norm_offset": True,
     "post_norms": True,
-    "scaled_embedding": True,
+    "embedding_scale": hf_config["hidden_size"] ** 0.5,
     "attention_scale": hf_config["query_pre_attn_scalar"] ** -0.5,
     "attention_cap": hf_config["attn_logit_softcapping"],
     "logits_cap": hf_config["final_logit_softcapping"],

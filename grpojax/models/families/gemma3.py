@@ -19,21 +19,6 @@ READ = gemma2.READ | {
 FIXED = gemma2.FIXED | qwen3.FIXED | {"attn_logit_softcapping": None}
 
 
-def _ropes(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Reads the rotary embeddings of global and of local layers."""
-  by_type = hf_config["rope_parameters"] or {}
-  config_json.refuse_others("rope_parameters", by_type, config_json.LAYER_TYPES)
-  full, sliding = (by_type.get(kind) or {} for kind in config_json.LAYER_TYPES)
-  full = {"rope_theta": hf_config["rope_theta"]} | full
-  full |= hf_config["rope_scaling"] or {}  # not for local layers
-  sliding = {"rope_theta": hf_config["rope_local_base_freq"]} | sliding
-  length = hf_config["max_position_embeddings"]
-  return {
-    "rope": config_json.parse_rope(full, length),
-    "local_rope": config_json.parse_rope(sliding, length),
-  }
-
-
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a complete config.json of model_type "gemma3_text"."""
   pattern = (
@@ -46,6 +31,8 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   return TransformerConfig(
     **gemma2.common(hf_config),
     **config_json.window(hf_config, hf_config["sliding_window"], default),
-    **_ropes(hf_config),
+    **config_json.ropes_by_layer_type(
+      hf_config, hf_config["rope_local_base_freq"]
+    ),
     qk_norm=True,
   )

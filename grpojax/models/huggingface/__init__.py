@@ -1,5 +1,7 @@
 """Reads and writes Hugging Face model directories."""
 
+import collections
+import itertools
 import json
 import math
 import os
@@ -15,22 +17,27 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpojax.core.types import LM, Params
 from grpojax.models import config_json
-from grpojax.models.config import TransformerConfig, parameter_shapes
+from grpojax.models.config import TransformerConfig, check, parameter_shapes
 from grpojax.models.families import (
+  gemma,
   gemma2,
   gemma3,
+  granite,
+  granitemoehybrid,
   llama,
+  ministral3,
   mistral,
+  mixtral,
+  olmo2,
+  olmo3,
+  phi3,
   qwen2,
   qwen3,
+  qwen3_5,
   qwen3_moe,
+  smollm3,
 )
-from grpojax.models.huggingface import (
-  file_checksums,
-  gguf_file,
-  weights,
-  weights_out,
-)
+from grpojax.models.huggingface import gguf_file, weights, weights_out
 from grpojax.models.transformer import transformer
 
 FAMILIES = {
@@ -38,9 +45,20 @@ FAMILIES = {
   "qwen2": qwen2,
   "qwen3": qwen3,
   "mistral": mistral,
+  "ministral": mistral,
+  "ministral3": ministral3,
+  "gemma": gemma,
   "gemma2": gemma2,
   "gemma3_text": gemma3,
+  "smollm3": smollm3,
+  "olmo2": olmo2,
+  "olmo3": olmo3,
+  "granite": granite,
+  "granitemoehybrid": granitemoehybrid,
+  "phi3": phi3,
   "qwen3_moe": qwen3_moe,
+  "mixtral": mixtral,
+  "qwen3_5_text": qwen3_5,
 }
 """Module of each family, by config.json's model_type.
 
@@ -49,7 +67,9 @@ A family is a module that has
 - `KEYS`: `(stored name, transposed)` of each parameter, by its path in
   `config.parameter_shapes`. The name holds "{layer}" and "{expert}" if stored
   by layer and by expert; `transposed` is True if the file has [out, in], like
-  PyTorch's Linear. Names that no model uses are allowed;
+  PyTorch's Linear. Matrices with the same name are parts of one stored matrix,
+  joined along `out` in the order of `KEYS`. Names that no model uses are
+  allowed;
 - `READ`: keys to read, with transformers' defaults;
 - `FIXED` (optional): keys with a single supported value;
 - `UNUSED` (optional): keys without effect on grpojax;
@@ -124,14 +144,17 @@ def _check_links(directory: pathlib.Path) -> None:
 def read_config(
   path: str | os.PathLike, ignore_keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-  """Reads a config.json (or a directory's), and leaves out `ignore_keys`."""
+  """Reads the text model of a config.json (or a directory's).
+
+  `ignore_keys` are left out.
+  """
   file = pathlib.Path(path)
   if not os.path.isfile(file):
     file = resolve(path) / "config.json"
-  hf_config = weights.read_json(file)
+  hf_config = config_json.text_part(weights.read_json(file))
   if not ignore_keys:
     return hf_config
-  return config_json.without(hf_config, ignore_keys, _family(hf_config))
+  return config_json.without_keys(hf_config, ignore_keys, _family(hf_config))
 
 
 def _family(hf_config: dict[str, Any]):
@@ -145,32 +168,47 @@ def _family(hf_config: dict[str, Any]):
 
 def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Converts a config.json to our configuration; ValueError if unsupported."""
+  hf_config = config_json.text_part(hf_config)
   family = _family(hf_config)
+  known = getattr(family, "FIXED", {})
   for name, reason in _REFUSED.items():
-    if hf_config.get(name):
+    if hf_config.get(name) and hf_config[name] != known.get(name):
       raise ValueError(f"config.json has {name}: {reason}")
   try:
-    return family.config(config_json.complete(hf_config, family))
+    config = family.config(config_json.complete(hf_config, family))
   except KeyError as error:
     raise ValueError(f"config.json lacks {error}") from error
   except (AttributeError, TypeError) as error:
     raise ValueError(f"config.json has a misplaced value: {error}") from error
+  check(config)
+  return config
 
 
 def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:
   """Returns the stored tensors that make up each of our arrays, by its path."""
   leaves = {}
+  hf_config = config_json.text_part(hf_config)
   config = to_transformer_config(hf_config)
   shapes = flatten_dict(parameter_shapes(config), sep="/")
   keys = _family(hf_config).KEYS
+  rows = collections.Counter()  # of each stored name, over all its parts
+  first = {}
+  for path in keys:
+    if path in shapes:
+      first[path] = rows[keys[path][0]]
+      rows[keys[path][0]] += shapes[path][-1]
   for path, shape in sorted(shapes.items()):
     name, transposed = keys[path]
+    part = (first[path], rows[name]) if rows[name] > shape[-1] else None
     axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
+    numbers = [range(size) for size in shape[: len(axes)]]
+    if axes:
+      numbers[0] = config.layers_with(path.removeprefix("layers/"))
     names = tuple(
       name.format(**dict(zip(axes, index, strict=True)))
-      for index in np.ndindex(shape[: len(axes)])
+      for index in itertools.product(*numbers)
     )
-    leaves[path] = weights.Leaf(names, shape, len(axes), transposed)
+    leaves[path] = weights.Leaf(names, shape, len(axes), transposed, part)
   return leaves
 
 
@@ -194,7 +232,6 @@ def load_params(
   and for weights that are not finite or do not fit config.json.
   """
   directory = resolve(path)
-  file_checksums.verify(directory)
   hf_config = read_config(directory, ignore_keys)
   leaves = layout(hf_config)
   file = directory / GGUF
@@ -204,6 +241,9 @@ def load_params(
     tensors = gguf_file.find(file, hf_config, names)
   else:
     tensors = weights.find(directory)
+    stored = weights.read_json(directory / "config.json")
+    if "text_config" in stored or stored.get("model_type") == "qwen3_5_text":
+      tensors = weights.text_part(tensors)
   # Old exporters stored rotary frequencies, which follow from config.json.
   surplus = "rotary_emb.inv_freq"
   needed = {n: x for n, x in tensors.items() if not n.endswith(surplus)}
@@ -283,6 +323,7 @@ def save(
     raise ValueError(f"parameters do not fit {source}: use their base model")
   stored = str(np.dtype(dtype or flat[next(iter(leaves))].dtype))
   hf_config |= {"dtype": stored, "torch_dtype": stored}  # transformers 5 and 4
+  hf_config.pop("auto_map", None)  # its files are not copied
   if jax.process_index():
     weights_out.follow(leaves, flat)
     return

@@ -32,6 +32,7 @@ ARCHITECTURES = {
   "qwen2": ("qwen2", "Qwen2ForCausalLM"),
   "qwen3": ("qwen3", "Qwen3ForCausalLM"),
   "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+  "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 """transformers' model type and class, by GGUF's general.architecture."""
 
@@ -52,6 +53,15 @@ _EXPERTS = {
   "expert_used_count": "num_experts_per_tok",
   "expert_feed_forward_length": "moe_intermediate_size",
 }
+_GEMMA3 = {
+  "attention.sliding_window": "sliding_window",
+  "attention.sliding_window_pattern": "sliding_window_pattern",
+  "rope.freq_base_swa": "rope_local_base_freq",
+}
+_GEMMA3_DEFAULTS = {  # llama.cpp's
+  "attention.sliding_window_pattern": 6,  # every sixth layer is global
+  "rope.freq_base_swa": 10_000.0,
+}
 OTHERWISE = "Get the model as a Hugging Face directory"
 EMBEDDING = "token_embd.weight"
 _SCALING = ("rope.scaling.type", "rope.scaling.factor")
@@ -70,6 +80,7 @@ class Tensor(NamedTuple):
   #   ours  0 1 2 3 | 4 5 6 7
   #   file  0 2 1 3 | 4 6 5 7
   heads: int = 0
+  added: float = 0.0  # number that the file adds to each value
 
   dtype = "F32"  # safetensors' name for the result of `rows`
 
@@ -96,7 +107,7 @@ class Tensor(NamedTuple):
     kind = gguf.GGMLQuantizationType(self.format)
     with np.errstate(all="ignore"):  # readers check for NaN
       values = gguf.dequantize(raw[index - first], kind)
-    return values.reshape(len(index), *self.shape[1:])
+    return values.reshape(len(index), *self.shape[1:]) - self.added
 
 
 class File(NamedTuple):
@@ -254,7 +265,8 @@ def to_hf_config(file: File) -> dict[str, Any]:
   """Converts a header to a config.json; ValueError for unknown values."""
   name = _architecture(file)
   model_type, architecture_class = ARCHITECTURES[name]
-  names = _READ | (_EXPERTS if name == "qwen3moe" else {})
+  more = {"qwen3moe": _EXPERTS, "gemma3": _GEMMA3}
+  names = _READ | more.get(name, {})
   values = _values(file, f"{name}.", names)
   head_dim = values["attention.key_length"]
   vocab_size = file.tensors[EMBEDDING].shape[0]
@@ -276,12 +288,19 @@ def to_hf_config(file: File) -> dict[str, Any]:
     "architectures": [architecture_class],
     "model_type": model_type,
     "vocab_size": vocab_size,
-    "hidden_act": "silu",
     "tie_word_embeddings": "output.weight" not in file.tensors,
   }
   config |= {names[key]: values[key] for key in names}
   if name == "qwen3moe":
     config["norm_topk_prob"] = True  # always in llama.cpp
+  if name == "gemma3":
+    # llama.cpp recognises the model of 27 billion parameters by its 62 layers.
+    width = config["hidden_size"] // config["num_attention_heads"]
+    is_27b = config["num_hidden_layers"] == 62
+    config["query_pre_attn_scalar"] = width if is_27b else head_dim
+    config["hidden_activation"] = "gelu_pytorch_tanh"
+  else:
+    config["hidden_act"] = "silu"
   return config | _rope_scaling(file, values) | _token_ids(file)
 
 
@@ -301,6 +320,7 @@ def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
     "attention.head_count_kv": heads,
     "attention.key_length": width // heads,
     "rope.freq_base": 10_000.0,
+    **(_GEMMA3_DEFAULTS if prefix == "gemma3." else {}),
   } | values
   present = values.keys() | file.tensors.keys()
   if lacking := [x for x in (*names, EMBEDDING) if x not in present]:
@@ -380,6 +400,9 @@ def find(
     if expert and tensor and tensor.shape[0] == hf_config["num_experts"]:
       tensor = tensor.part(int(expert[1]))
     if tensor:
-      renamed[hf_name] = tensor._replace(heads=heads.get(key.split(".")[-2], 0))
+      tensor = tensor._replace(heads=heads.get(key.split(".")[-2], 0))
+      if name == "gemma3" and key.endswith("norm.weight"):
+        tensor = tensor._replace(added=1.0)
+      renamed[hf_name] = tensor
       used.add(key)
   return renamed | {k: v for k, v in file.tensors.items() if k not in used}

@@ -41,12 +41,15 @@ class Leaf(NamedTuple):
   shape: tuple[int, ...]  # of the array
   stacked: int = 0  # number of leading axes that are not stored
   transposed: bool = False  # stored as [out, in] instead of [in, out]
+  # The first row of this part in a stored matrix [rows, in], and all its rows.
+  part: tuple[int, int] | None = None
 
   @property
   def stored_shape(self) -> tuple[int, ...]:
     """Shape of each tensor in the file."""
     shape = self.shape[self.stacked :]
-    return shape[::-1] if self.transposed else shape
+    shape = shape[::-1] if self.transposed else shape
+    return (self.part[1], *shape[1:]) if self.part else shape
 
 
 class Stored(NamedTuple):
@@ -141,6 +144,28 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   return {name: x for name, x in tensors.items() if is_placed(name, x)}
 
 
+_NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
+
+
+def text_part(tensors: dict[str, Stored]) -> dict[str, Stored]:
+  """Returns a multimodal model's text tensors, by the text model's names.
+
+  transformers 4 stores language_model.model.X, transformers 5 may store
+  model.language_model.X; both are model.X in the text model.
+  """
+  text = {}
+  for name, x in tensors.items():
+    name = name.removeprefix("model.")
+    if name.startswith(_NOT_TEXT):
+      continue
+    name = name.removeprefix("language_model.").removeprefix("model.")
+    name = name if name.startswith("lm_head.") else f"model.{name}"
+    if name in text:
+      raise ValueError(f"{x.file} and {text[name].file} both have {name}")
+    text[name] = x
+  return text
+
+
 def _listed(names: list[str]) -> str:
   more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
   return ", ".join(names[:_LISTED] + more)
@@ -224,8 +249,11 @@ def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
     number = np.ravel_multi_index(position, leaf.shape[: leaf.stacked])
     stored = tensors[leaf.names[number]]
     target = out[place]
-    part = (inner[::-1], target.T) if leaf.transposed else (inner, target)
-    if not _copy(stored, *part):
+    rows, *others = inner[::-1] if leaf.transposed else inner
+    first = leaf.part[0] if leaf.part else 0
+    rows = slice(rows.start + first, rows.stop + first)
+    target = target.T if leaf.transposed else target
+    if not _copy(stored, (rows, *others), target):
       raise ValueError(
         f"{stored.file}: {leaf.names[number]} has NaN or infinite values (as "
         f"{np.dtype(dtype)}): download the model again"

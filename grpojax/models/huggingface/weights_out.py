@@ -4,6 +4,7 @@ The safetensors library needs all tensors of a file at once, which would be a
 second copy of the model in the host's memory.
 """
 
+import collections
 import contextlib
 import fcntl
 import json
@@ -20,7 +21,6 @@ import jax
 import numpy as np
 
 from grpojax.core.meshes import fetch
-from grpojax.models.huggingface import file_checksums
 from grpojax.models.huggingface.weights import (
   INDEX,
   SINGLE,
@@ -69,6 +69,30 @@ def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
     yield np.ascontiguousarray(tensor.T if leaf.transposed else tensor, dtype)
 
 
+def _all_tensors(
+  layout: Mapping[str, Leaf], arrays: Mapping[str, Any], dtype: Any
+) -> Iterator[np.ndarray]:
+  """Yields all stored tensors, with their parts joined, in a fixed order."""
+  for paths in _groups(layout):
+    parts = [
+      _tensors(
+        layout[path], arrays[path], np.dtype(dtype or arrays[path].dtype)
+      )
+      for path in paths
+    ]
+    for tensors in zip(*parts, strict=True):
+      yield np.concatenate(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _groups(layout: Mapping[str, Leaf]) -> list[list[str]]:
+  """Returns the paths that are parts of the same tensors, in their order."""
+  groups = collections.defaultdict(list)
+  for path, leaf in layout.items():
+    groups[leaf.names].append(path)
+  first = lambda path: (layout[path].part or (0,))[0]
+  return [sorted(paths, key=first) for paths in groups.values()]
+
+
 def _lock(directory: pathlib.Path) -> int:
   """Locks a directory (flock) while the returned file descriptor is open."""
   file = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
@@ -109,7 +133,6 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     for file in partial.iterdir():  # left by a killed process
       file.unlink()
     yield partial
-    file_checksums.write(partial)
     if os.path.lexists(path):  # a rename would replace an empty directory
       raise ValueError(exists)
     partial.rename(path)
@@ -122,9 +145,8 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 def follow(layout: Mapping[str, Leaf], arrays: Mapping[str, Any]) -> None:
   """Takes part in the collective fetches of another process's `write`."""
-  for path, leaf in layout.items():
-    for _ in _tensors(leaf, arrays[path], np.dtype(arrays[path].dtype)):
-      pass
+  for _ in _all_tensors(layout, arrays, None):
+    pass
 
 
 def write(
@@ -146,11 +168,7 @@ def write(
     for name in leaf.names
   }
   sizes = {n: math.prod(s) * d.itemsize for n, (d, s) in entries.items()}
-  tensors = (
-    tensor
-    for path, leaf in layout.items()
-    for tensor in _tensors(leaf, arrays[path], entries[leaf.names[0]][0])
-  )
+  tensors = _all_tensors(layout, arrays, dtype)
   shards = _shards(sizes, max_shard_size)
   file_of = {}
   for i, names in enumerate(shards, start=1):

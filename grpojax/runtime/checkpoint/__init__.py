@@ -173,7 +173,7 @@ def _save_errors(checkpointer: Checkpointer) -> Iterator[None]:
   except disk.WriteFailed:
     raise
   except Exception as error:
-    interrupts.skip_end(1)  # Orbax's threads may have deadlocked
+    interrupts.skip_cleanup_at_exit(1)  # Orbax's threads may have deadlocked
     checkpointer.in_flight = None
     if not _own_error():
       with contextlib.suppress(Exception):  # Orbax raises it once per thread

@@ -35,10 +35,15 @@ CONFIG = "config."
 def usage_errors() -> Iterator[None]:
   """Turns ValueError, OSError and MemoryError into a message and exit code 1.
 
-  Wrap only code that reads user input, so that bugs elsewhere show a traceback.
+  So is JAX's error for a device of JAX_PLATFORMS that does not exist. Wrap only
+  code that reads user input, so that bugs elsewhere show a traceback.
   """
   try:
     yield
+  except RuntimeError as error:
+    if "Unable to initialize backend" not in str(error):
+      raise
+    raise SystemExit(printable(f"error: {error}")) from None
   except (ValueError, OSError, MemoryError) as error:
     text = f"{error}"
     if isinstance(error, OSError):

@@ -26,7 +26,8 @@ def flatten(config: ConfigDict) -> dict[str, Any]:
 def nearest(name: str, candidates: Sequence[str]) -> str | None:
   """Returns the most similar dotted name, or None if none is similar.
 
-  Compares whole names, last elements, and initials (lr for learning_rate).
+  Compares whole names and last elements. Initials (lr for learning_rate) and
+  whole words (warmup for warmup_steps) are similar, too.
   """
   typed = name.split(".")[-1]
 
@@ -36,13 +37,14 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
   def score(candidate):
     element = candidate.split(".")[-1]
     initials = "".join(word[:1] for word in element.split("_"))
-    short = len(typed) > 1 and typed == initials
+    is_part = typed == initials or f"_{typed}_" in f"_{element}_"
+    short = len(typed) > 1 and is_part
     last = 0.9 if short else likeness(typed, element)
     whole = likeness(name, candidate)
     return max(last, whole), whole
 
   best = max(candidates, key=score, default=None)
-  return best if best is not None and score(best)[0] >= 0.6 else None
+  return best if best is not None and score(best)[0] >= 0.8 else None
 
 
 def config_error(field: str, value: Any, remedy: str) -> str:

@@ -19,6 +19,8 @@ from ml_collections import ConfigDict, FieldReference
 from grpojax.core.options import Option, interval_text, refusal, refuse
 from grpojax.runtime.cli.configs import config_error, flatten, names, nearest
 
+_FOREIGN = 10  # unknown keys from which a config is another program's
+
 setting = Option  # declares a flag, or a setting outside of a dataclass
 
 
@@ -223,18 +225,30 @@ def described(declared: Option) -> str:
 
 
 def key_errors(declared: Section, config: ConfigDict) -> list[str]:
-  """Returns an error message per unknown, missing or mistyped key."""
+  """Returns an error message per unknown, missing or mistyped key.
+
+  A single message for a config of another program, which has many unknown keys.
+  """
   below = sections(declared)
   free = free_sections(declared)
   known = {k: x for k, x in flat_settings(declared) if not is_free(k, free)}
   errors = []
-  for name, value in flatten(config).items():
+  values = flatten(config)
+  ours = (*below, *known)
+  unknown = [k for k in values if k not in ours and not is_free(k, free)]
+  if len(unknown) > _FOREIGN:
+    first = ", ".join(unknown[:3])
+    return [
+      f"this program lacks {len(unknown)} of its settings ({first}, ...): give "
+      "a config of this program"
+    ]
+  for name, value in values.items():
     remedy = ""
     if name in below:
       remedy = f"is a section: set its fields, --config.{name}.KEY=..."
     elif name in known and not _has_type(known[name], value):
       remedy = f"must be of type {type(known[name].default).__name__}"
-    elif name not in known and not is_free(name, free):
+    elif name in unknown:
       guess = nearest(name, list(known))
       remedy = "unknown key"
       remedy += f"; did you mean --config.{guess}?" if guess else ""

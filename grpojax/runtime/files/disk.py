@@ -117,8 +117,8 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   try:
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
       for name in path.relative_to(parent).parts:
-        # Names must leave room for the suffix of a temporary file.
-        pathlib.Path(probe, f"{name}.partial").mkdir()
+        # Names must leave room for the longest temporary name, sft's.
+        pathlib.Path(probe, f".{name}.{'0' * 8}.tmp.partial").mkdir()
       pathlib.Path(probe, "file").write_bytes(b"0")
   except OSError as error:
     part = "" if parent == path else f" ({parent} exists)"

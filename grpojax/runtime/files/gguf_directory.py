@@ -51,9 +51,12 @@ RULES = {  # by tokenizer.ggml.pre; copied from the models' tokenizer.json
 }
 
 _KNOWN = {"model", "pre", "tokens", "token_type", "merges", "add_bos_token"}
-_KNOWN |= {"add_eos_token", "add_space_prefix", "scores", "token_type_count"}
+_KNOWN |= {"add_eos_token", "add_sep_token", "add_space_prefix", "scores"}
+_KNOWN |= {"token_type_count"}
 # Types of tokens. Unused tokens only pad the embedding.
-_NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _ADDED, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "\u2581"  # a space in the tokens of SentencePiece
+_BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
 def is_named(path: str | os.PathLike) -> bool:
@@ -133,6 +136,10 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
   """Returns the texts of tokenizer.json and tokenizer_config.json by name."""
   values = file.below("tokenizer.ggml.")
   values["chat_template"] = file.metadata.get("tokenizer.chat_template")
+  tokens = values.get("tokens")
+  if values.get("model") == "llama" and isinstance(tokens, list):
+    # Files hold runs of spaces as they are.
+    values["tokens"] = [token.replace(" ", _SPACE) for token in tokens]
   wrong = f"{file.path}: its tokenizer"
   end = gguf_file.OTHERWISE
   for problem in _problems(values, file.tensors[gguf_file.EMBEDDING].shape[0]):
@@ -162,18 +169,24 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
 
 def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
   """Yields problems of tokenizer metadata; only the first is reliable."""
-  if (kind := values.get("model")) != "gpt2":
-    yield f"has model={kind!r:.80}; only 'gpt2', byte-level BPE, is supported"
-  if (rule := values.get("pre")) not in list(RULES):
-    yield f"has pre={rule!r:.80}; supported are {', '.join(RULES)}"
+  kind = values.get("model")
+  if kind not in ("gpt2", "llama"):
+    yield f"has model={kind!r:.80}; supported are 'gpt2' and 'llama'"
+  is_pieces = kind == "llama"  # SentencePiece
+  rules = ["default"] if is_pieces else list(RULES)
+  if (rule := values.get("pre", "default")) not in rules:
+    yield f"has pre={rule!r:.80}; supported are {', '.join(rules)}"
   for key in values.keys() - _KNOWN - {"chat_template"}:
     if not key.endswith(_ID):
       yield f"has tokenizer.ggml.{key}, which is not supported"
-  if values.get("add_eos_token") or values.get("add_space_prefix"):
+  around = {"add_space_prefix": is_pieces} | values  # llama.cpp's default
+  if any(
+    map(around.get, ("add_eos_token", "add_sep_token", "add_space_prefix"))
+  ):
     yield "puts EOS or a space around texts, which is not supported"
   if not isinstance(values["chat_template"], str | None):
     yield "has a chat template that is not a text"
-  for key in ("tokens", "merges"):
+  for key in ("tokens",) if is_pieces else ("tokens", "merges"):
     if not isinstance(values.get(key), list):
       yield f"has no list of {key}"
   tokens = values["tokens"]
@@ -182,7 +195,15 @@ def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
     yield f"has a token twice, or more tokens than embeddings ({embeddings})"
   if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
     yield "does not have one token_type per token"
-  if unknown := {*kinds.tolist()} - {_NORMAL, _CONTROL, _ADDED, _UNUSED}:
+  known = {_NORMAL, _CONTROL, _ADDED, _UNUSED}
+  if is_pieces:
+    known |= {_UNKNOWN, _BYTE}
+    if not _BYTES <= {tokens[i] for i in np.flatnonzero(kinds == _BYTE)}:
+      yield "does not have a token per byte"
+    scores = values.get("scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+      yield "does not have one score per token"
+  if unknown := {*kinds.tolist()} - known:
     yield f"has tokens of the unknown type {min(unknown)}"
   used = {i for i, kind in enumerate(kinds) if kind != _UNUSED}
   for key, value in values.items():
@@ -192,14 +213,40 @@ def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
 
 
 def _backend(values: dict[str, Any], bos: str | None) -> Any:
+  from tokenizers import AddedToken, processors
+
+  is_pieces = values["model"] == "llama"
+  backend = (_sentencepiece if is_pieces else _byte_level)(values)
+  tokens = values["tokens"]
+  kinds = values["token_type"].tolist()
+  for types in ((_UNKNOWN, _CONTROL), (_ADDED,)):
+    is_added = types == (_ADDED,)
+    # SentencePiece looks for added tokens after it has replaced spaces.
+    options = {"special": not is_added, "normalized": is_added and is_pieces}
+    added = [x for i, x in enumerate(tokens) if kinds[i] in types]
+    backend.add_tokens([AddedToken(x, **options) for x in added])
+  adds_bos = is_pieces or RULES[values["pre"]].bos
+  if values.get("add_bos_token", adds_bos):
+    token = {"id": "BOS", "ids": [tokens.index(bos)], "tokens": [bos]}
+    backend.post_processor = processors.TemplateProcessing(
+      single="BOS $A", pair="BOS $A BOS $B:1", special_tokens=[token]
+    )
+  return backend
+
+
+def _vocabulary(values: dict[str, Any]) -> dict[str, int]:
+  used = values["token_type"] != _UNUSED
+  return {x: i for i, x in enumerate(values["tokens"]) if used[i]}
+
+
+def _byte_level(values: dict[str, Any]) -> Any:
+  """Returns a tokenizer of bytes with the file's merges, like GPT-2's."""
   import tokenizers
-  from tokenizers import decoders, models, normalizers, processors
+  from tokenizers import decoders, models, normalizers
   from tokenizers import pre_tokenizers as splits
 
   rule = RULES[values["pre"]]
-  tokens = values["tokens"]
-  kinds = values["token_type"].tolist()
-  vocabulary = {x: i for i, x in enumerate(tokens) if kinds[i] != _UNUSED}
+  vocabulary = _vocabulary(values)
   merges = [tuple(merge.split(" ")) for merge in values["merges"]]
   if not {"".join(merge) for merge in merges} <= vocabulary.keys():
     raise ValueError("a merge yields no known token")  # the library would panic
@@ -216,13 +263,33 @@ def _backend(values: dict[str, Any], bos: str | None) -> Any:
   steps.append(splits.ByteLevel(**options))
   backend.pre_tokenizer = splits.Sequence(steps)
   backend.decoder = decoders.ByteLevel()
-  for kind in (_CONTROL, _ADDED):
-    added = [x for i, x in enumerate(tokens) if kinds[i] == kind]
-    special = {"special": kind == _CONTROL, "normalized": False}
-    backend.add_tokens([tokenizers.AddedToken(x, **special) for x in added])
-  if values.get("add_bos_token", rule.bos):
-    token = {"id": "BOS", "ids": [tokens.index(bos)], "tokens": [bos]}
-    backend.post_processor = processors.TemplateProcessing(
-      single="BOS $A", pair="BOS $A BOS $B:1", special_tokens=[token]
-    )
+  return backend
+
+
+def _sentencepiece(values: dict[str, Any]) -> Any:
+  """Returns a tokenizer that merges characters, like SentencePiece's BPE.
+
+  SentencePiece merges the two neighbours whose token has the highest score.
+  Other characters become bytes.
+  """
+  import tokenizers
+  from tokenizers import decoders, models, normalizers
+
+  tokens = values["tokens"]
+  scores = values["scores"].tolist()
+  normal = np.flatnonzero(values["token_type"] == _NORMAL).tolist()
+  normal = {tokens[i]: scores[i] for i in normal}
+  merges = []
+  for token in sorted(normal, key=normal.get, reverse=True):
+    for i in range(len(token) - 1, 0, -1):
+      if token[:i] in normal and token[i:] in normal:
+        merges.append((token[:i], token[i:]))
+  backend = tokenizers.Tokenizer(
+    models.BPE(vocab=_vocabulary(values), merges=merges, byte_fallback=True)
+  )
+  backend.normalizer = normalizers.Replace(" ", _SPACE)
+  spaces = decoders.Replace(_SPACE, " ")
+  backend.decoder = decoders.Sequence(
+    [spaces, decoders.ByteFallback(), decoders.Fuse()]
+  )
   return backend

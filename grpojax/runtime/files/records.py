@@ -95,7 +95,8 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
       if not isinstance(row, dict) or type(row.get("step", 0)) is not int:
         raise ValueError(f"no object with an integer step: {row!r:.40}")
     except (RecursionError, ValueError) as error:
-      text = f"{path}, line {number}: no row of JSON ({error}): remove it"
+      reason = getattr(error, "msg", error)  # JSON's text names another line
+      text = f"{path}, line {number}: no row of JSON ({reason}): remove it"
       raise ValueError(text) from error
     rows.append(row)
   return rows

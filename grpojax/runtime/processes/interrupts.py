@@ -125,7 +125,7 @@ def end(code: int) -> NoReturn:
   os._exit(code)
 
 
-def skip_end(code: int) -> None:
+def skip_cleanup_at_exit(code: int) -> None:
   """Makes a program exit with `code` and without Python's cleanup.
 
   Cleanup would wait minutes for Orbax's threads after a failed save, and free
@@ -138,7 +138,7 @@ def skip_end(code: int) -> None:
 
 def exit_program() -> NoReturn:
   """Exits after Ctrl-C without cleanup, which crashes while XLA compiles."""
-  skip_end(INTERRUPTED)
+  skip_cleanup_at_exit(INTERRUPTED)
   raise SystemExit(INTERRUPTED)
 
 

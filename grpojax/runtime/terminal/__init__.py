@@ -1,1 +1,1 @@
-"""Terminal output, learning curves and experiment trackers."""
+"""Terminal output and experiment trackers."""

@@ -25,7 +25,7 @@ def today() -> str:
   return datetime.datetime.now().strftime(_FORMAT)
 
 
-def set_messages(
+def render_prompt(
   tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> str:
   """Returns the text of messages up to the start of the assistant's answer.

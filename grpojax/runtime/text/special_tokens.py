@@ -169,16 +169,21 @@ def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
   copy.no_padding()
   copy.add_special_tokens(list(known.tokens))
   copy.encode_special_tokens = True  # reads special tokens as text
-  ids = {}
-  for k, token in enumerate(known.tokens):
-    alias = tokenizers.AddedToken(
+  aliases = [
+    tokenizers.AddedToken(
       f"{known.nonce}{k}:",
       lstrip=token.lstrip,
       rstrip=token.rstrip,
       normalized=token.normalized,
       special=False,
     )
-    copy.add_tokens([alias])
-    number = copy.token_to_id(alias.content)
-    ids[number] = tokenizer.convert_tokens_to_ids(token.content)
+    for k, token in enumerate(known.tokens)
+  ]
+  copy.add_tokens(aliases)  # in a single call: Gemma has 6,249 control tokens
+  ids = {
+    copy.token_to_id(alias.content): tokenizer.convert_tokens_to_ids(
+      token.content
+    )
+    for alias, token in zip(aliases, known.tokens, strict=True)
+  }
   return copy, ids

@@ -13,11 +13,12 @@ from unittest import mock
 import numpy as np
 
 from grpojax.core.ends import Ends
-from grpojax.models.huggingface import ASSETS
+from grpojax.models.config_json import text_part
+from grpojax.models.huggingface import ASSETS, read_config
 from grpojax.models.huggingface.weights import read_json
 from grpojax.runtime.text import special_tokens as special_tokens_lib
 from grpojax.runtime.text import trial
-from grpojax.runtime.text.chat_template import DATE, set_messages, whole_chat
+from grpojax.runtime.text.chat_template import DATE, render_prompt, whole_chat
 from grpojax.runtime.text.chat_template import asks_for_date as asks_for_date
 from grpojax.runtime.text.chat_template import today as today
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
@@ -76,7 +77,7 @@ def load(path: str | os.PathLike) -> Any:
   except Exception as error:  # transformers raises many types
     raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
   config = path / "config.json"
-  size = config.is_file() and read_json(config).get("vocab_size")
+  size = config.is_file() and read_config(config).get("vocab_size")
   if type(size) is int:
     _check_size(path, tokenizer, size)
     tokenizer.embeddings = size  # for `special_tokens.encode`
@@ -135,7 +136,7 @@ def format_prompt(
     messages = [dict(message) for message in prompt]
   if system_prompt and messages[0]["role"] != "system":
     messages = [{"role": "system", "content": system_prompt}, *messages]
-  return set_messages(tokenizer, messages, options)
+  return render_prompt(tokenizer, messages, options)
 
 
 TEMPLATE = "must hold {prompt} and no other field; double any other braces"
@@ -358,7 +359,7 @@ def eos_ids(
   for name in ("generation_config.json", "config.json"):
     file = pathlib.Path(path) / name
     if not ids and file.is_file():
-      named = read_json(file).get("eos_token_id")
+      named = text_part(read_json(file)).get("eos_token_id")
       for token in named if isinstance(named, list) else [named]:
         if named is not None:
           ids.append(_eos_id(token, tokenizer, vocab_size, file))

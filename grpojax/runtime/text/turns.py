@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpojax.runtime.text import special_tokens
-from grpojax.runtime.text.chat_template import DATE, set_messages
+from grpojax.runtime.text.chat_template import DATE, render_prompt
 from grpojax.runtime.text.tokenization import (
   TEMPLATE,
   each_text,
@@ -154,7 +154,9 @@ class TurnEncoder:
     messages = [{"role": "user", "content": user}]
     for answer in answers:
       messages += [{"role": "assistant", "content": answer}, *observation]
-    pieces = [set_messages(self.tokenizer, messages, {**self.template_options})]
+    pieces = [
+      render_prompt(self.tokenizer, messages, {**self.template_options})
+    ]
     for answer in answers:  # first occurrence: observations may repeat it
       before, _, after = pieces.pop().partition(answer)
       pieces += [before, after]

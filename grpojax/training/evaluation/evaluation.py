@@ -39,6 +39,7 @@ from grpojax.training.step import draws, scoring
 VOTING = ("exact_answer", *functions.READ_ANSWERS)
 """Reward functions that extract an answer, for majority votes."""
 REWARD = "reward"
+UNSCORED = "no reward could be computed, which counts as wrong"
 TITLES = {"accuracy": "greedy accuracy", REWARD: "mean reward"}
 
 

@@ -31,7 +31,6 @@ FAILURES = "failures.jsonl"
 TRACKED = "trackers.json"
 MODEL = "model"
 MODEL_STEP = "step.json"  # in MODEL: the step of its weights
-CURVE = "learning_curve.png"
 REPORT = "report.html"
 SUMMARY = "summary.json"  # written last, marks a finished run
 
@@ -46,7 +45,7 @@ CHANGEABLE = (
 )
 """Settings that may change when a run is resumed."""
 
-_REPLACED = (CONFIG, LENGTHS, TRACKED, CURVE, REPORT, SUMMARY, *RECORDS)
+_REPLACED = (CONFIG, LENGTHS, TRACKED, REPORT, SUMMARY, *RECORDS)
 """Files written under a temporary name first."""
 
 # Files that a run leaves if it is killed during its start.

@@ -7,6 +7,7 @@ are used when the run is resumed, evaluated or exported, even if a branch moved.
 import dataclasses
 import functools
 import pathlib
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,25 @@ def hub_name(path: str | pathlib.Path) -> hub.Name | None:
   """Returns a name on the Hub; None for a path and for a bundled model."""
   name = hub.parse(path)
   return name if name and not hf.exists(path) else None
+
+
+def fingerprint(directory: pathlib.Path) -> str:
+  """Returns a text that identifies a model, from a sample of its bytes.
+
+  A line per file has its name, size, and the CRC-32 of up to 64 blocks spread
+  over it. Training changes all blocks of weights.
+  """
+  lines = []
+  size = 2**16
+  for path in filter(pathlib.Path.is_file, sorted(directory.iterdir())):
+    total = path.stat().st_size
+    crc = 0
+    with open(path, "rb") as file:
+      for start in range(0, total, max(total // 64, size)):
+        file.seek(start)
+        crc = zlib.crc32(file.read(size), crc)
+    lines.append(f"{path.name}: {total} bytes, crc32 {crc:08x}")
+  return "\n".join(lines)
 
 
 def find_model(

@@ -19,7 +19,6 @@ import numpy as np
 
 from grpojax.core.types import Params, TrainState
 from grpojax.models import huggingface as hf
-from grpojax.models.huggingface import file_checksums
 from grpojax.reports import comparisons, curves
 from grpojax.rewards import groups
 from grpojax.rewards.pool import Failure
@@ -27,7 +26,7 @@ from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
-from grpojax.runtime.terminal import pictures, trackers
+from grpojax.runtime.terminal import trackers
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training import policies
 from grpojax.training.config import to_config
@@ -219,6 +218,8 @@ def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
     for name in ("accuracy", REWARD)
   )
   right = evaluation.text("accuracy", *accuracy)
+  if reward[0] is None:
+    right += f"  ({evaluation.UNSCORED})"
   after = f" after {row['step']} steps: "
   if reward[1] is None:
     return f"held-out greedy accuracy{after}{right}"
@@ -304,7 +305,7 @@ def finish(
   checkpointer: checkpoint.Checkpointer,
   check_signals: Callable[..., None],
 ) -> dict[str, Any]:
-  """Writes the model, learning curve, report and summary; returns the summary.
+  """Writes the model, the report and the summary; returns the summary.
 
   With checkpoint.best, writes the model of the highest held-out accuracy.
   `check_signals` is called first, and may raise.
@@ -322,14 +323,12 @@ def finish(
   if step != steps:
     params = checkpoint.restore_policy(checkpointer, params, step)
   model = run.file(run_directory.MODEL)
-  # Write the model, unless an earlier start of the run has done so.
-  if not distributed.on_main(lambda: file_checksums.intact(model)):
-    if distributed.is_main():  # left incomplete by a killed start
-      run_directory.remove_model(run.directory)
-    whole = policies.whole_params(run.policy, params)
-    source = run.policy.files.directory
-    keys = run.policy.files.ignore_keys
-    hf.save(model, whole, source, dtype="float32", ignore_keys=keys)
+  if distributed.is_main():  # an earlier start may have been killed here
+    run_directory.remove_model(run.directory)
+  whole = policies.whole_params(run.policy, params)
+  source = run.policy.files.directory
+  keys = run.policy.files.ignore_keys
+  hf.save(model, whole, source, dtype="float32", ignore_keys=keys)
   return distributed.on_main(lambda: _summarize(run, progress, steps, step))
 
 
@@ -341,7 +340,6 @@ def _summarize(
   run: Run, progress: Progress, steps: int, model_step: int
 ) -> dict[str, Any]:
   metrics = run.file(run_directory.METRICS)
-  pictures.learning_curve(metrics, run.file(run_directory.CURVE))
   summary = {
     "train_seconds": progress.train_seconds,
     "steps": steps,

@@ -53,13 +53,17 @@ def _cache(
 ) -> Part:
   """Returns the memory of the key-value cache; `names` set its batch size."""
   itemsize = jnp.dtype(settings.model.dtype).itemsize
-  # Numbers per token: a key and a value in each layer.
-  token = 2 * model.layers * model.kv_heads * model.head_dim
+  # Numbers per token: a key and a value in each layer with attention.
+  token = 2 * len(model.layers_with("k")) * model.kv_heads * model.head_dim
   completions = group_size * settings.sampling.max_new_tokens
   completions *= 1 if in_8_bits else itemsize
   size = completions + settings.data.max_prompt_length * itemsize
   lengths = ("sampling.max_new_tokens", "data.max_prompt_length")
-  return Part("decode cache", prompts * token * size, (*names, *lengths))
+  # A linear layer has a float32 state per prompt and per completion.
+  states = model.linear.memory if model.linear else 0
+  states *= 4 * len(model.layers_with("linear_o")) * (group_size + 1)
+  size = prompts * (token * size + states)
+  return Part("decode cache", size, (*names, *lengths))
 
 
 def training(
@@ -214,6 +218,12 @@ def host_bytes(root: str | os.PathLike = "/") -> int:
   if swap := re.search(r"^SwapTotal:\s*(\d+)", read("proc/meminfo"), re.M):
     memory += int(swap[1]) * 1024
   return memory
+
+
+def accelerator_bytes() -> int | None:
+  """Returns the memory of an accelerator in bytes; None on CPUs."""
+  device = jax.local_devices()[0]
+  return None if device.platform == "cpu" else device_bytes(device)
 
 
 def device_bytes(device: jax.Device) -> int | None:

@@ -23,7 +23,6 @@ import jax
 from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models import huggingface as hf
-from grpojax.models.huggingface.file_checksums import fingerprint
 from grpojax.runtime import checkpoint
 from grpojax.runtime.checkpoint import stored_arrays
 from grpojax.runtime.cli import command_line, configs
@@ -35,10 +34,14 @@ from grpojax.runtime.text.chat_template import DATE
 from grpojax.training.config import to_config
 from grpojax.training.data import splits
 from grpojax.training.files import run_directory, sources
-from grpojax.training.files.sources import find_model, hub_name
+from grpojax.training.files.sources import (
+  find_model,
+  fingerprint,
+  hub_name,
+)
 from grpojax.training.report import reporting
 from grpojax.training.report.progress import Progress, from_notes
-from grpojax.training.run import start
+from grpojax.training.run import memory, start
 from grpojax.training.settings.facts import Facts, completed
 from grpojax.training.settings.optimizer import learning_rate
 from grpojax.training.settings.run import TrainSettings
@@ -175,9 +178,13 @@ def open_all(
     if not first:
       distributed.on_main(hold)
     today = distributed.on_main(tokenization.today)
+    # All processes take the first one's limit, to compile the same program.
+    limit = distributed.on_main(memory.accelerator_bytes)
     with distributed.agreed():
       # Check everything, and that all processes read the same examples.
-      run = start.check(settings, facts, directory, stack, check_signals, today)
+      run = start.check(
+        settings, facts, directory, stack, check_signals, today, limit
+      )
     examples = {
       f"the {name} split": f"{count} examples\nfingerprint {checksum}"
       for name, (count, checksum) in _fingerprints(run).items()

@@ -185,8 +185,9 @@ def export(
     raise ValueError(f"--out={out} exists already; choose another directory")
   if model:
     disk.check_writable(out, "--out")
-    if adapter or step is not None:
-      raise ValueError(f"--adapter and --step need a run, and {run} is a model")
+    if adapter or best or step is not None:
+      flags = "--adapter, --best and --step"
+      raise ValueError(f"{flags} need a run, and {run} is a model")
     params = hf.load_params(model, ignore_keys=ignore_keys)
     hf.save(out, params, model, dtype=dtype, ignore_keys=ignore_keys)
     return f"the model {run}"

@@ -51,14 +51,17 @@ def check(
   stack: contextlib.ExitStack,
   check_signals: Callable[[], None],
   today: str | None = None,
+  limit: int | None = None,
 ) -> Run:
   """Loads models and rewards, and reads all prompts of finite data sets.
 
   Writes nothing; all errors are ValueErrors. The stack will end the reward
   workers and leave the mesh. `check_signals` is called during long reads and
-  may raise. `facts` are known from before; `today` is the date for templates.
+  may raise. `facts` are known from before; `today` is the date for templates,
+  `limit` the memory of an accelerator in bytes. Both must be the same in all
+  processes, which do not wait for each other here.
   """
-  run = read_inputs(settings, facts, directory, check_signals, today)
+  run = read_inputs(settings, facts, directory, check_signals, today, limit)
   settings = run.settings
   policy = run.policy
   mesh = run.mesh
@@ -97,6 +100,7 @@ def read_inputs(
   directory: pathlib.Path,
   check_signals: Callable[[], None] = lambda: None,
   today: str | None = None,
+  limit: int | None = None,
 ) -> Run:
   """Reads and checks all inputs except weights, the first part of `check`."""
   requested = settings
@@ -118,10 +122,6 @@ def read_inputs(
     splits.load_split(settings, policy, split, cache, check_signals)
     for split in SPLITS
   )
-  device = jax.local_devices()[0]
-  known = None if device.platform == "cpu" else memory.device_bytes(device)
-  # All processes take the first one's limit, to compile the same program.
-  limit = distributed.on_main(lambda: known)
   facts = facts._replace(
     prompt_length=facts.prompt_length or splits.longest_prompt(train, held_out),
     logits_chunk=memory.logits_chunk(policy.shape, limit),
@@ -168,6 +168,19 @@ def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
     f"{usual:g} for {kind}, and may {danger}",
     flush=True,
   )
+
+
+def _warn_of_warmup(settings: TrainSettings) -> None:
+  update = settings.optim.update
+  updates = settings.steps * update.epochs * update.minibatches
+  warmup = settings.optim.warmup_steps
+  if 0 < updates <= warmup:
+    print(
+      f"warning: --config.optim.warmup_steps = {warmup}, but the run has only "
+      f"{updates} updates: the learning rate stays below "
+      f"{settings.optim.learning_rate:g}",
+      flush=True,
+    )
 
 
 def inputs_of(
@@ -243,6 +256,7 @@ def start(
     flush=True,
   )
   _warn_of_learning_rate(settings, count)
+  _warn_of_warmup(settings)
   environment = run.reward_pool.environment
   greedy = make_sampler(settings, policy, 1, Sampling(0.0), mesh, environment)
   teacher = policy.teacher and policy.teacher._replace(params=None)

@@ -48,7 +48,7 @@ def _model_needs(s: TrainSettings) -> Needs:
     yield {"diagnostics.last_layers": 0}, why
   if not s.loss.beta:
     unused = dict.fromkeys(("model.teacher", "model.reference_prompt"), "")
-    unused["model.reference_every"] = 0
+    unused |= {"model.reference_every": 0, "loss.kl": "k3"}
     yield unused, "only affects the KL term: loss.beta > 0"
   if s.model.teacher:
     why = "a teacher does not follow the policy: no model.teacher"
@@ -388,6 +388,10 @@ def _advantage(s: TrainSettings) -> Rows:
     )(rewards)
 
   sizes = batches.group_sizes(s)
+  if takes_k and k >= min(sizes):
+    remedy = f"advantage = {name!r} needs a group_size of {k + 1} or more, not "
+    yield "subset_size", f"{remedy}{min(sizes)}: lower subset_size"
+    return
   for size in sorted({min(sizes), max(sizes)}):
     # Advantages refuse only small shapes; large shapes take long to trace.
     prompts = min(batches.samples_per_step(s) // size, _TRIED)
