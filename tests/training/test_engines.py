@@ -17,6 +17,7 @@ from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.types import Prompts
 from grpojax.environments.episodes import result
+from grpojax.runtime.processes import distributed
 from grpojax.training import policies
 from grpojax.training.step import sampling
 from grpojax.training.step.engine import messages, sampler, server
@@ -80,8 +81,8 @@ def test_answers_are_read_in_the_order_of_their_numbers():
     ({"values": (-0.5,)}, "2 tokens have 1 log-prob"),
     ({"values": (-0.5, 0.1)}, "0.1 is no log-prob"),
     ({"values": (-0.5, "x")}, "'logprob' is no"),
-    ({"values": (-0.5, float("nan"))}, "NaN is not a number"),
-    ({"values": (-0.5, float("-inf"))}, "-Infinity is not a number"),
+    ({"values": (-0.5, float("nan"))}, "nan is no log-prob"),
+    ({"values": (-0.5, float("-inf"))}, "-inf is no log-prob"),
   ],
 )
 def test_unusable_answers_are_refused(changes, text):
@@ -137,6 +138,18 @@ def test_failed_requests_are_repeated_after_a_recovery(monkeypatch):
 
 
 # Servers.
+
+
+def test_several_processes_are_refused(monkeypatch, settings_with, tmp_path):
+  monkeypatch.setattr(distributed, "several", lambda: True)
+  settings = settings_with(
+    sampling__engine=("http://127.0.0.1:9",),
+    sampling__engine_timeout=0.1,
+    loss__correction="token_truncate",
+  )
+  text = "sampling.engine = .*: needs a run of a single process"
+  with pytest.raises(sampling.NoSamples, match=text):
+    sampler.open_servers(settings, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +374,7 @@ def test_a_run_without_an_answer_stops_and_resumes(
     return answer
 
   stub.alter = die
-  with pytest.raises(SystemExit, match="vLLM failed for 0.5 s"):
+  with pytest.raises(SystemExit, match="server failed for 0.5 s"):
     train_short(**settings)
   done = len(rows_of(tmp_path / "run"))
   assert 1 <= done < 3
@@ -378,5 +391,5 @@ def test_a_missing_server_is_refused_before_the_run_starts(
   words = toy_task.arguments(toy_model, **ENGINE)
   words += ["--config.sampling.engine=http://127.0.0.1:9"]
   words += ["--config.sampling.engine_timeout=0.1", f"--run_dir={tmp_path}/run"]
-  assert "vLLM failed for 0.1 s" in refusal(train, *words)
+  assert "server failed for 0.1 s" in refusal(train, *words)
   assert not (tmp_path / "run").exists()

@@ -89,15 +89,11 @@ def body(
 
 
 def parse(text: bytes) -> Any:
-  """Parses JSON without NaN and infinity; raises Invalid."""
+  """Parses JSON; raises Invalid."""
   try:
-    return json.loads(text, parse_constant=_refuse_constant)
+    return json.loads(text)
   except (ValueError, RecursionError) as error:
     raise Invalid(f"not JSON: {error}") from None
-
-
-def _refuse_constant(name: str) -> None:
-  raise ValueError(f"{name} is not a number")
 
 
 def field(value: Any, name: str, kind: Any) -> Any:
@@ -157,16 +153,16 @@ def checked(
   for i in ids:
     if type(i) is not int or not 0 <= i < len(known) or not known[i]:
       raise Invalid(f"{i!r} is no id of a token of the policy")
-  ends = [place for place, i in enumerate(ids) if i in vocabulary.ends]
-  length = ends[0] + 1 if ends else request.max_tokens
-  if len(ids) != length or length > request.max_tokens:
+  ends = [n for n, i in enumerate(ids, 1) if i in vocabulary.ends]
+  length = min([*ends, request.max_tokens])
+  if len(ids) != length:
     raise Invalid(
       f"a completion has {len(ids)} tokens, not {length}: it must end with its "
       f"first EOS, or have {request.max_tokens} tokens (is the server's "
       "--max-model-len too small?)"
     )
   for x in logprobs:
-    # A sum of rounded probabilities may exceed 1.
+    # A sum of rounded probabilities may exceed 1; nan fails both comparisons.
     if type(x) not in (int, float) or not -math.inf < x < 1e-3:
       raise Invalid(f"{x!r} is no log-probability")
   if len(logprobs) != len(ids):

@@ -72,19 +72,19 @@ def insist(
       if began is not None:
         recover()
       return action()
-    except messages.Invalid as error:
-      text = f"a vLLM server sent an invalid answer: {error}"
-      raise sampling.NoSamples(text) from error
-    except (server.Refused, server.Unanswered, messages.Stale) as error:
+    except server.FAILURES as error:
       now = time.monotonic()
       began = now if began is None else began
       refusals = refusals + 1 if isinstance(error, server.Refused) else 0
-      if refusals == REFUSALS:
-        text = f"a vLLM server refused a request: {error}"
-        raise sampling.NoSamples(text) from error
-      if now - began > seconds:
-        text = f"vLLM failed for {seconds:g} s (sampling.engine_timeout)"
-        raise sampling.NoSamples(f"{text}: {error}") from error
+      why = ""
+      if isinstance(error, messages.Invalid):
+        why = "sent an invalid answer"
+      elif refusals == REFUSALS:
+        why = "refused a request"
+      elif now - began > seconds:
+        why = f"failed for {seconds:g} s (sampling.engine_timeout)"
+      if why:
+        raise sampling.NoSamples(f"a vLLM server {why}: {error}") from error
     stop.wait(pause)
     pause = min(2 * pause, 5.0)
   raise sampling.NoSamples("the samples are no longer needed")
@@ -107,16 +107,14 @@ def start(calls: Sequence[Callable[[], Any]]) -> list[futures.Future]:
 
 def waiting(results: Sequence[futures.Future], check: CheckSignals):
   """Yields until all results are there, and returns them; raises an error."""
-  yield ()
-  while True:
+  pending = results
+  while pending:
+    yield ()
     check()
-    options = {"timeout": 0.05, "return_when": futures.FIRST_EXCEPTION}
-    done, pending = futures.wait(results, **options)
+    done, pending = futures.wait(pending, 0.05, futures.FIRST_EXCEPTION)
     for finished in done:
       finished.result()  # raises its error
-    if not pending:
-      return [x.result() for x in results]
-    yield ()
+  return [x.result() for x in results]
 
 
 def on_all(
@@ -257,23 +255,21 @@ def seeds(key: Array, first_prompt: Array | int, count: int, size: int):
 
 
 def rollout_of(
+  policy: policies.Policy,
   prompts: Prompts,
   groups: Sequence[Sequence[Completion]],
   length: int,
-  *,
-  ends: Sequence[int],
-  pad_id: int,
 ) -> Rollout:
   """Returns the rollout of B groups of G completions, with T = `length`."""
   samples = [completion for group in groups for completion in group]
   size = len(groups), len(groups[0])
   lengths = np.reshape([len(x.ids) for x in samples], size)
   mask = np.arange(length) < lengths[..., None]
-  ids = np.full(mask.shape, pad_id, np.int32)
+  ids = np.full(mask.shape, policy.pad_id, np.int32)
   ids[mask] = [token for x in samples for token in x.ids]
   logprobs = np.zeros(mask.shape, np.float32)
   logprobs[mask] = [value for x in samples for value in x.logprobs]
-  ended = [bool(x.ids) and x.ids[-1] in ends for x in samples]
+  ended = [bool(x.ids) and x.ids[-1] in policy.eos_ids for x in samples]
   return Rollout(
     prompt_ids=prompts.prompt_ids,
     prompt_mask=prompts.prompt_mask,
@@ -356,12 +352,12 @@ def make_sampler(
     weights = publish(params, check)
     stop = threading.Event()
     begin = functools.partial(ask_all, weights, key, *(first or (0,)), stop)
-    tokens = {"ends": policy.eos_ids, "pad_id": policy.pad_id}
     try:
       if not checked:
         one = rows.take(prompts, slice(0, 1))
         asked = begin(one, TRIED, Sampling(TEMPERATURE))
-        tried = rollout_of(one, result(waiting(asked, check)), TRIED, **tokens)
+        groups = result(waiting(asked, check))
+        tried = rollout_of(policy, one, groups, TRIED)
         check_logprobs(policy, params, tried, mesh)
         checked = True
       times = {"sync": time.perf_counter() - began}
@@ -370,7 +366,7 @@ def make_sampler(
       groups = yield from waiting(asked, check)
     finally:
       stop.set()
-    rollout = rollout_of(prompts, groups, length, **tokens)
+    rollout = rollout_of(policy, prompts, groups, length)
     return episodes.sampled(rows.place(rollout, mesh), None, times)
 
   return sample

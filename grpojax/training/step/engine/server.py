@@ -32,6 +32,9 @@ class Refused(Exception):
   """Raised if a server refuses a request, with its reason."""
 
 
+FAILURES = Unanswered, Refused, messages.Stale, messages.Invalid
+
+
 class Server(NamedTuple):
   """A vLLM server."""
 
