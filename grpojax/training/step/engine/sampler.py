@@ -167,7 +167,7 @@ def ask(
 ) -> list[Completion]:
   """Asks a server for completions, and repeats a failed request."""
   model = weights.version if weights.is_adapter else at.base
-  version = None if weights.is_adapter else weights.version
+  version = server.INITIAL if weights.is_adapter else weights.version
   body = messages.body(request, vocabulary, at.path, model)
 
   def send() -> list[Completion]:

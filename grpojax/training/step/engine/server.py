@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from grpojax.training.step.engine import messages
 
 LARGEST = 2**30  # bytes of an answer
+INITIAL = "default"  # version of the weights that a server starts with
 
 ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 WHOLE = (
@@ -74,7 +75,11 @@ def call(url: str, path: str, value: Any = None, timeout: float = 60) -> bytes:
 
 
 def opened(url: str, adapters: bool) -> Server:
-  """Returns a server; raises Refused if it lacks an endpoint."""
+  """Returns a server.
+
+  Raises Refused if it lacks an endpoint, or if adapters would be added to the
+  weights of another run.
+  """
   api = messages.parse(call(url, "/openapi.json"))
   paths = messages.field(api, "paths", dict)
   path = messages.GENERATE
@@ -89,6 +94,8 @@ def opened(url: str, adapters: bool) -> Server:
       f"{url} has no {', '.join(sorted(missing))}: start vLLM with {text}; see "
       "docs/engines.md"
     )
+  if adapters and "/weight_info" in paths and _version(url) != INITIAL:
+    raise Refused(f"{url} has weights of another run: start vLLM again")
   for name, parent in _models(url).items():
     if not parent:
       return Server(url, path, name, threading.Lock())
@@ -102,12 +109,17 @@ def _models(url: str) -> dict[str, Any]:
   return {messages.field(row, "id", str): row.get("parent") for row in rows}
 
 
+def _version(url: str) -> str:
+  """Returns the version of the base model's weights."""
+  info = messages.parse(call(url, "/weight_info"))
+  return messages.field(info, "weight_version", str)
+
+
 def has(at: Server, weights: Weights) -> bool:
   """Returns True if a server serves the weights."""
   if weights.is_adapter:
     return weights.version in _models(at.url)
-  info = messages.parse(call(at.url, "/weight_info"))
-  return messages.field(info, "weight_version", str) == weights.version
+  return _version(at.url) == weights.version
 
 
 def load(at: Server, weights: Weights, timeout: float) -> None:
