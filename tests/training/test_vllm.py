@@ -43,7 +43,7 @@ VARIABLES = (
 FLAGS = (
   "--served-model-name base --dtype float32 --enforce-eager "
   "--max-model-len 512 --enable-lora --logprobs-mode processed_logprobs "
-  "--enable-scale-out --host 127.0.0.1"
+  "--enable-scale-out --no-enable-chunked-prefill --host 127.0.0.1"
 )
 
 
