@@ -29,6 +29,7 @@ from grpojax.training.settings.facts import Facts, completed
 from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes, reference, scoring
+from grpojax.training.step.engine import sampler as engine
 from grpojax.training.step.extension import Inputs, extended
 from grpojax.training.step.extensions import (
   difficulty,
@@ -36,7 +37,7 @@ from grpojax.training.step.extensions import (
   open_extensions,
 )
 from grpojax.training.step.run import Run
-from grpojax.training.step.sampling import make_sampler
+from grpojax.training.step.sampling import NoSamples, make_sampler
 
 LARGE = 50_000_000  # number of parameters from which learning rates are checked
 FAR = 50  # a warning is printed from this factor above the usual learning rate
@@ -80,6 +81,11 @@ def check(
   reward_pool = stack.enter_context(
     scoring.open_reward_pool(settings, reward_model)
   )
+  if settings.sampling.engine:
+    try:
+      engine.open_servers(settings, directory, check_signals)
+    except NoSamples as error:
+      raise ValueError(str(error)) from error
   environment = reward_pool.environment
   if environment is not None:
     first = run.train.examples[0]
@@ -192,6 +198,7 @@ def inputs_of(
     run.ref_params,
     run.reward_pool,
     run.train.examples,
+    run.directory,
     check_signals,
   )
 
