@@ -148,7 +148,6 @@ def test_a_finished_run_is_left_alone(toy_run, toy_task, monkeypatch, capsys):
 
 REFUSED = {
   "--config={root}/configs/arithmetics.py": "configs/arithmetic.py?",
-  "--config.steps=many": "type int",
   "--config.model.path=arithmetic-bose": "no model at",
 }
 REFUSED_LATER = {  # a second each

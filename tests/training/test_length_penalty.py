@@ -1,4 +1,4 @@
-"""The penalty on lengths, by hand and in a run."""
+"""The penalty on lengths, by hand; test_reward_inputs.py has it in a run."""
 
 import types
 
@@ -7,7 +7,6 @@ import pytest
 
 from grpojax.core.types import TrainState
 from grpojax.rewards.groups import GroupRewards
-from grpojax.runtime.files import records
 from grpojax.training.step.draws import Draw
 from grpojax.training.step.extension import Context, Drawn, Inputs
 from grpojax.training.step.extensions import length_penalty
@@ -40,13 +39,3 @@ def test_all_rewards_of_a_draw_have_the_penalty(settings_with, samples_of):
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
   mean = pytest.approx(penalty.mean())
   assert new.metrics == {"length_penalty_mean": mean}
-
-
-@pytest.mark.slow
-def test_rewards_in_a_run_have_the_penalty(train_short, tmp_path):
-  rows = train_short(**{"reward.length_penalty": 0.5, "steps": 1})
-  (mean,) = (x for row in rows if (x := row.get("length_penalty_mean")))
-  assert 0 < mean <= 0.5
-  samples = records.read_jsonl(tmp_path / "run" / "samples.jsonl")
-  for sample in samples:
-    assert sample["reward"] < sample["rewards"]["exact_answer"]
