@@ -21,7 +21,7 @@ from grpojax.training.config import default_config, from_config
 from grpojax.training.files import run_directory
 from grpojax.training.files.sources import files_of
 from grpojax.training.run import run_models, setup
-from grpojax.training.settings.optimizer import optimizer
+from grpojax.training.run.setup import optimizer
 
 MODEL = "arithmetic-instruct"
 

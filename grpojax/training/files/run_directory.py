@@ -1,7 +1,6 @@
 """Run directories: their files, and the conditions for resuming a run."""
 
 import contextlib
-import json
 import os
 import pathlib
 import re
@@ -133,12 +132,13 @@ def model_directory(path: Path) -> pathlib.Path:
 
 def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
   """Returns True if a run is finished and `settings` do not extend it."""
-  try:
-    done = json.loads((pathlib.Path(path) / SUMMARY).read_bytes())["steps"]
-  except (KeyError, OSError, RecursionError, TypeError, ValueError):
+  file = pathlib.Path(path) / SUMMARY
+  summary = records.json_object(file.read_bytes() if file.is_file() else b"")
+  done = (summary or {}).get("steps")
+  if not isinstance(done, int):
     return False  # a damaged summary will be written again
-  if settings is None or not isinstance(done, int):
-    return isinstance(done, int)
+  if settings is None:
+    return True
   run = saved(path)
   if run is None or run.config.steps != settings.steps:
     return False

@@ -22,7 +22,6 @@ from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.files import disk, run_lock, run_storage
 from grpojax.runtime.processes import distributed, interrupts
-from grpojax.runtime.terminal import screen
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation import best
 from grpojax.training.files import run_directory
@@ -146,7 +145,6 @@ def remaining_steps(
 def _with_speed(
   settings: TrainSettings, row: dict[str, Any], seconds: float, compiled: float
 ) -> dict[str, Any]:
-  """Adds the duration of a step, of its compilation, and tokens per second."""
   drawn = samples_per_step(settings) * row.get("gen_batches", 1)
   tokens = drawn * float(row["completion_length_mean"])
   return row | {
@@ -282,7 +280,6 @@ def run(
     sigterm = interrupts.sigterm_requests(distributed.several())
     requested = stack.enter_context(sigterm)
     interrupted = stack.enter_context(interrupts.raising_ctrl_c())
-    progress_screen = screen.Screen(settings.log.every)
     announce = functools.partial(print, flush=True)
     stack.enter_context(compilation.announced(announce))
 
@@ -294,7 +291,7 @@ def run(
 
     try:
       run, state, tx, progress, checkpointer = open_run.open_all(
-        settings, facts, directory, stack, check_signals, sync, progress_screen
+        settings, facts, directory, stack, check_signals, sync
       )
       with profiling.opened(
         settings.profile.steps, directory, int(state.step)

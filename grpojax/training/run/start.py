@@ -18,7 +18,7 @@ from grpojax.runtime import checkpoint
 from grpojax.runtime.files import records, run_storage
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import trackers
-from grpojax.runtime.text import tokenization
+from grpojax.runtime.text import chat_template
 from grpojax.training.data import prompts, splits
 from grpojax.training.files import run_directory
 from grpojax.training.files.sources import files_of
@@ -26,7 +26,6 @@ from grpojax.training.policies import check_positions
 from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
 from grpojax.training.settings.facts import Facts, completed
-from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes, reference, scoring
 from grpojax.training.step.extension import Inputs, extended
@@ -105,8 +104,8 @@ def read_inputs(
   policy = setup.with_teacher(settings, setup.open_policy(settings))
   judge = settings.reward.model and files_of(settings, settings.reward.model)
   tokenizers = [model.tokenizer for model in (policy, judge) if model]
-  if facts.date is None and any(map(tokenization.asks_for_date, tokenizers)):
-    facts = facts._replace(date=today or tokenization.today())
+  if facts.date is None and any(map(chat_template.asks_for_date, tokenizers)):
+    facts = facts._replace(date=today or chat_template.today())
     settings = completed(requested, facts)
   mesh = setup.make_mesh(settings)
   batches.check_mesh(settings, mesh)
@@ -207,7 +206,7 @@ def start(
   settings = run.settings
   policy = run.policy
   mesh = run.mesh
-  tx = optimizer(settings)
+  tx = setup.optimizer(settings)
 
   extensions = open_extensions(inputs_of(run, tx))
 

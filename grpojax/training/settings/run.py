@@ -171,8 +171,7 @@ class MeshSettings:
 
   data: int = option(-1, "devices that share the rows of a batch")
   fsdp: int = option(
-    1,
-    "devices that share rows and parameters (gathered layer by layer)",
+    1, "devices that share rows and parameters (gathered layer by layer)"
   )
   expert: int = option(1, "devices that share rows and experts")
   tensor: int = option(1, "devices that share attention, MLP and vocabulary")
