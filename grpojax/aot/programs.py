@@ -25,8 +25,7 @@ from grpojax.training.files import sources
 from grpojax.training.policies import Policy
 from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
-from grpojax.training.settings.facts import Facts, completed
-from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.settings.run import AUTO, Facts, TrainSettings, completed
 from grpojax.training.step import device, host, sampling
 from grpojax.training.step.batch import aggregation, make_batch_program
 from grpojax.training.step.extension import Inputs

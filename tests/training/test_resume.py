@@ -23,7 +23,7 @@ from grpojax.training.data import splits
 from grpojax.training.files.sources import ModelFiles
 from grpojax.training.report import run_report
 from grpojax.training.run import memory, open_run, start
-from grpojax.training.settings.facts import Facts
+from grpojax.training.settings.run import Facts
 from grpojax.training.step.run import Run
 
 

@@ -21,7 +21,7 @@ from grpojax.training.files.sources import (
   pinned,
 )
 from grpojax.training.run import run_models
-from grpojax.training.settings.facts import Facts, completed
+from grpojax.training.settings.run import Facts, completed
 
 COMMIT = hub_server.COMMIT
 LATER = "b" * 40

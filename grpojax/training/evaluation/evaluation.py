@@ -32,8 +32,7 @@ from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
 from grpojax.training.policies import Policy
 from grpojax.training.settings import mixtures
-from grpojax.training.settings.facts import Facts, completed
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.settings.run import Facts, TrainSettings, completed
 from grpojax.training.step import draws, scoring
 
 VOTING = ("exact_answer", *functions.READ_ANSWERS)

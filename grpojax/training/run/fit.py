@@ -90,14 +90,13 @@ class _PromptStream:
 def remaining_steps(
   run: Run,
   state: TrainState,
-  tx,
   progress: Progress,
   check_signals: CheckSignals,
-  around: profiling.Around = lambda step: contextlib.nullcontext(),
+  around: profiling.Around,
 ) -> Iterator[tuple[TrainState, Progress]]:
   """Runs each remaining step in the context `around(step)`; yields results."""
   settings = run.settings
-  inputs = inputs_of(run, tx, check_signals)
+  inputs = inputs_of(run, check_signals)
   extensions = open_extensions(inputs)
 
   @functools.cache
@@ -158,7 +157,6 @@ def _with_speed(
 def fit(
   run: Run,
   state: TrainState,
-  tx,
   progress: Progress,
   checkpointer,
   check_signals: CheckSignals,
@@ -214,7 +212,7 @@ def fit(
 
   def steps():
     if evaluate():  # a resumed run may have to end before its next step
-      yield from remaining_steps(run, state, tx, progress, check_all, around)
+      yield from remaining_steps(run, state, progress, check_all, around)
 
   try:
     for state, progress in steps():
@@ -290,14 +288,14 @@ def run(
         raise Preempted
 
     try:
-      run, state, tx, progress, checkpointer = open_run.open_all(
+      run, state, progress, checkpointer = open_run.open_all(
         settings, facts, directory, stack, check_signals, sync
       )
       with profiling.opened(
         settings.profile.steps, directory, int(state.step)
       ) as around:
         state, progress = fit(
-          run, state, tx, progress, checkpointer, check_signals, sync, around
+          run, state, progress, checkpointer, check_signals, sync, around
         )
       try:
         return reporting.finish(

@@ -36,8 +36,7 @@ from grpojax.training.files.sources import find_model, fingerprint, hub_name
 from grpojax.training.report import reporting
 from grpojax.training.report.progress import Progress, from_notes
 from grpojax.training.run import memory, setup, start
-from grpojax.training.settings.facts import Facts, completed
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.settings.run import Facts, TrainSettings, completed
 from grpojax.training.step import pending, reference
 from grpojax.training.step.extensions import difficulty, moving_reference
 from grpojax.training.step.run import Run
@@ -134,8 +133,8 @@ def open_all(
 ):
   """Checks a run and opens its resources, which the stack will close.
 
-  Returns the run, its newest state, the optimizer, the progress and the
-  checkpointer; SystemExit with a message if the run cannot start.
+  Returns the run, its newest state, the progress and the checkpointer;
+  SystemExit with a message if the run cannot start.
   `check_signals` is called repeatedly and may raise; see `run_storage.opened`
   for `sync`.
   """
@@ -193,13 +192,13 @@ def open_all(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory), keep)
     )
     run = run._replace(check_directory=check_directory)
-    run, state, tx = start.start(run, checkpointer)
+    run, state = start.start(run, checkpointer)
     step = checkpoint.latest_step(checkpointer)
     run = reporting.tracked(run, -1 if step is None else step, stack)
     state, progress = resume(run, state, checkpointer, check_signals)
     if resumed:
       distributed.on_main(record_changes)
-  return run, state, tx, progress, checkpointer
+  return run, state, progress, checkpointer
 
 
 def _say_changed(settings: TrainSettings, lines: list[str], done: int) -> None:

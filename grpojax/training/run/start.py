@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Callable
 
 import jax
-import optax
 
 from grpojax.core import meshes
 from grpojax.core.decoding.sampling import Sampling
@@ -25,8 +24,7 @@ from grpojax.training.files.sources import files_of
 from grpojax.training.policies import check_positions
 from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
-from grpojax.training.settings.facts import Facts, completed
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.settings.run import Facts, TrainSettings, completed
 from grpojax.training.step import episodes, reference, scoring
 from grpojax.training.step.extension import Inputs, extended
 from grpojax.training.step.extensions import (
@@ -177,15 +175,13 @@ def _warn_of_warmup(settings: TrainSettings) -> None:
 
 
 def inputs_of(
-  run: Run,
-  tx: optax.GradientTransformation,
-  check_signals: Callable[..., None] = lambda together=False: None,
+  run: Run, check_signals: Callable[..., None] = lambda together=False: None
 ) -> Inputs:
   """Returns the inputs of a run's steps."""
   return Inputs(
     run.settings,
     run.policy,
-    tx,
+    setup.optimizer(run.settings),
     run.shardings,
     run.mesh,
     run.ref_params,
@@ -197,18 +193,17 @@ def inputs_of(
 
 def start(
   run: Run, checkpointer: checkpoint.Checkpointer
-) -> tuple[Run, TrainState, optax.GradientTransformation]:
+) -> tuple[Run, TrainState]:
   """Makes the initial state, and removes records of steps after the checkpoint.
 
-  Parameters move from the run to the state. Returns run, state and optimizer.
+  Parameters move from the run to the state.
   ValueError if the saved reference is damaged or belongs to another model.
   """
   settings = run.settings
   policy = run.policy
   mesh = run.mesh
   tx = setup.optimizer(settings)
-
-  extensions = open_extensions(inputs_of(run, tx))
+  extensions = open_extensions(inputs_of(run))
 
   def fresh(params):
     state = setup.first_state(settings, tx, params)
@@ -258,4 +253,4 @@ def start(
     ref_params=ref_params,
     greedy=greedy,
   )
-  return run, state, tx
+  return run, state
