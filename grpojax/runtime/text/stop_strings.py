@@ -77,7 +77,13 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   after[len(begins) :] = np.arange(len(begins), len(numbers))[:, None]
   table = _token_table(after, token_bytes(tokenizer, count))
   # Tokens with equal columns form a class, which has a single column.
-  columns, classes = np.unique(table, axis=1, return_inverse=True)
+  groups = {}
+  for token, column in enumerate(np.ascontiguousarray(table.T)):
+    groups.setdefault(column.tobytes(), []).append(token)
+  columns = table[:, [tokens[0] for tokens in groups.values()]]
+  classes = np.zeros(count, np.int32)
+  for number, tokens in enumerate(groups.values()):
+    classes[tokens] = number
   # Find the states reachable by whole tokens: some occur only inside tokens.
   reached = set()
   new = {0}
