@@ -57,6 +57,7 @@ from grpojax.runtime.files.run_lock import LOCK
 from grpojax.runtime.processes import distributed
 from grpojax.training.config import default_config, from_config
 from grpojax.training.files import run_directory
+from grpojax.training.report.progress import MISMATCH
 from grpojax.training.settings.run import TrainSettings
 
 FIGURES = pathlib.Path(__file__).parent / "assets" / "cpu_logprobs.json"
@@ -64,7 +65,6 @@ MODEL = "arithmetic-instruct"
 RUNS = "whole", "killed"  # directories of `check_resume`
 # Largest mean differences of log-probabilities, in nats per token
 FLOAT32, BFLOAT16 = 1e-4, 0.1  # from a CPU, by data type
-MISMATCH = 0.02  # between trainer and rollout
 # On GPUs the order of sums and the choice of kernels differ between runs.
 SAME_BITS = "--xla_gpu_deterministic_ops=true"
 

@@ -177,8 +177,6 @@ def test_unsuitable_texts_and_models_are_refused(tmp_path):
 @pytest.mark.parametrize(
   "word, text",
   [
-    ("--config.row=3", "--config.rows?"),
-    ("--config.temprature=1", "temprature; --help lists all flags"),
     ("--config=arithmetic", "of its settings (advantage, "),
     ("--config.tokenizer=bpe", "not available for arithmetic: use characters"),
     ("--config.forget_low=0.5", "must not be below forget_low = 0.5"),

@@ -6,7 +6,7 @@ batch --draw_orders--> epochs x minibatches --gradient, optimizer--> state
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -73,11 +73,13 @@ def off_policy_conflicts(
   options: UpdateOptions,
   sampling: Sampling,
   ahead: int = 0,
+  engine: Sequence[str] = (),
 ) -> dict[str, str]:
   """Reasons why a rollout of another policy would bias the gradient.
 
-  Keys name the options of the objective to change. A rollout in int8 or, if
-  `ahead`, with the parameters before the last update needs importance weights:
+  Keys name the options of the objective to change. A rollout in int8, by an
+  `engine` or, if `ahead`, with the parameters before the last update needs
+  importance weights:
   a correction or, with several updates, ratios to the rollout's
   log-probabilities (not with `dro`). Advantages of subsets of a group
   (`advantages.OF_SUBSETS`) do not take weights of single samples.
@@ -90,6 +92,8 @@ def off_policy_conflicts(
     samples.append(f"in int8 ({', '.join(sampling.formats)})")
   if ahead:
     samples.append("drawn before the last update (sampling.ahead)")
+  if engine:
+    samples.append("of another program (sampling.engine)")
   weighs = objective.correction not in rollout_correction.UNWEIGHTED
   # Advantages by name or function; partials bind options such as k.
   subsets = (*OF_SUBSETS, *OF_SUBSETS.values())
@@ -102,8 +106,8 @@ def off_policy_conflicts(
     reasons["advantage"] = (
       f"compares subsets of a group, but samples {' and '.join(sources)} are "
       "weighted one by one, not by the product over a subset, which biases "
-      "the gradient: use leave_one_out, or correction = 'none' without int8 "
-      "and sampling.ahead"
+      "the gradient: use leave_one_out, or correction = 'none' without int8, "
+      "sampling.ahead and sampling.engine"
     )
   # Samples of another policy need weights: of a correction, or the ratios.
   origin = " and ".join(samples) or "that are corrected"
@@ -112,7 +116,8 @@ def off_policy_conflicts(
   if samples and not weighs and not ratios:
     reasons["correction"] = (
       f"samples {origin} are not the policy's own: use token_truncate or "
-      "another correction, or sample without int8 and sampling.ahead"
+      "another correction, or sample without int8, sampling.ahead and "
+      "sampling.engine"
     )
   # True if the KL penalty is computed from the rollout's log-probabilities.
   penalty_of_rollout = options.on_policy or to_rollout

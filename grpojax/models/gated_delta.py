@@ -28,6 +28,7 @@ from grpojax.core.meshes import constrain
 CHUNK = 64  # tokens of a chunk, a power of two
 
 _HEADS = "batch", "group", None, "kv_heads"
+_put = jax.lax.dynamic_update_index_in_dim
 
 # Sums over tokens need float32; accelerators would round the factors.
 _multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -292,6 +293,7 @@ class Stored(NamedTuple):
 
   states: State
   index: Int[Array, ""]
+  platform: str | None  # whose kernel decodes, if it has one
 
 
 def _start(prompt: State | None, like: State) -> State:
@@ -300,6 +302,40 @@ def _start(prompt: State | None, like: State) -> State:
     return jax.tree.map(jnp.zeros_like, like)
   spread = lambda x, like: jnp.broadcast_to(x[:, None], like.shape)
   return jax.tree.map(spread, prompt, like)
+
+
+def _current(
+  start: State, states: State, index: Int[Array, ""], rows: Rows
+) -> State:
+  """Returns the states of a layer's rows before the next tokens."""
+
+  def choose(new, x):
+    begins = rows.begins.reshape(new.shape[:2] + (1,) * (new.ndim - 2))
+    old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+    return jnp.where(begins, new, old)
+
+  return jax.tree.map(choose, start, states)
+
+
+def _decode(
+  tokens: Tokens, rows: Rows, prompt: State, start: State, stored: Stored
+) -> tuple[Float[Array, "B G 1 H v"], Float[Array, "L B G H k v"]]:
+  """Returns the outputs of one token per row, and the stack's memories."""
+  from grpojax.models import delta_kernels  # importing Pallas is slow
+
+  states, index, platform = stored
+  if delta_kernels.serves(platform, states.memory):
+    one = tuple(x[:, :, 0] for x in tokens[:5])
+    memories = prompt.memory, states.memory
+    args = platform, one, rows.begins, *memories, index
+    out, memory = delta_kernels.step(*args)
+    return out[:, :, None], memory
+  memory = _current(start, states, index, rows).memory
+  out, update = step(tokens, constrain(memory, "batch", "group", "kv_heads"))
+  # Read the memory again, because XLA:TPU would write a copy for `updated`.
+  states, update = jax.lax.optimization_barrier((states, update))
+  memory = updated(_current(start, states, index, rows).memory, update)
+  return out, _put(states.memory, memory, index, 0)
 
 
 def mix(
@@ -319,18 +355,9 @@ def mix(
   b, g, s = inputs.beta.shape[:3]
   dtype = inputs.qkv.dtype
   start = _start(prompt, jax.eval_shape(lambda: empty(sizes, (b, g), dtype)))
-
-  def current(states: State) -> State:
-    """Returns the rows' states before the tokens."""
-    at = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
-    begins = lambda x: rows.begins.reshape(b, g, *[1] * (x.ndim - 2))
-    return jax.tree.map(
-      lambda new, x: jnp.where(begins(new), new, at(x, stored.index)),
-      start,
-      states,
-    )
-
-  before = start if stored is None else current(stored.states)
+  before = start
+  if stored is not None:
+    before = _current(start, stored.states, stored.index, rows)
   positions = jnp.arange(s) if rows.packed is None else rows.packed
   x = inputs.qkv.astype(jnp.float32)
   earlier = before.inputs.astype(jnp.float32)
@@ -344,18 +371,15 @@ def mix(
   if rows.packed is not None:
     tokens = tokens._replace(restarts=(positions == 0)[..., None])
   last = last_inputs(inputs.qkv, before.inputs, count)
-  memory = constrain(before.memory, "batch", "group", "kv_heads")
-  if stored is None or s > 1:
-    out, memory = scan(tokens, memory)
+  if stored is not None and s == 1:
+    out, memory = _decode(tokens, rows, prompt, start, stored)
   else:
-    out, update = step(tokens, memory)
-    # Read the memory again, because XLA:TPU would write a copy for `updated`.
-    stored, update = jax.lax.optimization_barrier((stored, update))
-    memory = updated(current(stored.states).memory, update)
-  after = State(memory, last)
-  if stored is not None:
-    put = jax.lax.dynamic_update_index_in_dim
-    after = jax.tree.map(
-      lambda x, new: put(x, new, stored.index, 0), stored.states, after
-    )
-  return out.reshape(b, g, s, -1), after
+    memory = constrain(before.memory, "batch", "group", "kv_heads")
+    out, memory = scan(tokens, memory)
+  out = out.reshape(b, g, s, -1)
+  if stored is None:
+    return out, State(memory, last)
+  states, index, _ = stored
+  if s > 1:
+    memory = _put(states.memory, memory, index, 0)
+  return out, State(memory, _put(states.inputs, last, index, 0))

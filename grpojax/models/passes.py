@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.meshes import constrain, runs_kernels, sample_cuts
-from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
+from grpojax.core.packing.flat_tokens import unflatten
 from grpojax.core.types import (
   ExtendOutput,
   ForwardOutput,
@@ -28,18 +28,16 @@ from grpojax.core.types import (
   Prefix,
   Tokens,
 )
-from grpojax.models import block, decode_attention, layer_stacks, moe
+from grpojax.models import block, contexts, decode_attention, layer_stacks, moe
 from grpojax.models import cache as cache_lib
 from grpojax.models.attention import rms_norm
-from grpojax.models.block import Layer, Local, Routing, TokenContext
-from grpojax.models.block_attention import WHOLE, RowAttention
+from grpojax.models.block import Layer, Local, Routing
+from grpojax.models.block_attention import RowAttention
 from grpojax.models.cache import ByKind, Cache, Slots, attention_of
 from grpojax.models.config import TransformerConfig
 from grpojax.models.gated_delta import Rows, Stored
-from grpojax.models.rope import RotaryTable, rope_tables
 
 UNCAST = ("embed", "router", "shared_gate", "linear_conv")
-ROPE = "rope"  # name of the rotary tables in prepared parameters
 
 
 def cast(params: Params, dtype: Any) -> Params:
@@ -50,7 +48,7 @@ def cast(params: Params, dtype: Any) -> Params:
   """
 
   def cast_leaf(path, x):
-    if x.dtype == jnp.int8 or path[0].key == ROPE:  # only in rollouts
+    if x.dtype == jnp.int8 or path[0].key == contexts.ROPE:  # only in rollouts
       return x
     name = path[-1].key
     uncast = name.endswith(("norm", "bias")) or name in UNCAST
@@ -59,114 +57,12 @@ def cast(params: Params, dtype: Any) -> Params:
   return jax.tree_util.tree_map_with_path(cast_leaf, params)
 
 
-def rotary_tables(
-  config: TransformerConfig, positions: Int[Array, "*tokens"]
-) -> tuple[RotaryTable, ...]:
-  """Returns a rotary table for each of `TransformerConfig.ropes`."""
-  return tuple(
-    rope_tables(positions, config.head_dim, rope) for rope in config.ropes
-  )
-
-
-def _row_mask(
-  size: int, segments: Int[Array, "B G S"] | None
-) -> Bool[Array, "..."]:
-  mask = jnp.tril(jnp.ones((size, size), bool))
-  if segments is not None:
-    # Packed completions see only their own segment: [B, G, 1, 1, S, S].
-    same = segments[..., :, None] == segments[..., None, :]
-    mask = (mask[None, None] & same)[:, :, None, None]  # same for all heads
-  return mask
-
-
-def _row_context(
-  config: TransformerConfig,
-  positions: Int[Array, "B G S"],
-  segments: Int[Array, "B G S"] | None,
-  prompt_mask: Bool[Array, "B P"] | None,
-  row_attention: RowAttention | None,
-) -> TokenContext:
-  """Returns the context of whole rows, without a mask if they are long."""
-  size = positions.shape[-1]
-  has_mask = size <= WHOLE or row_attention is None
-  mask = _row_mask(size, segments) if has_mask else None
-  tables = rotary_tables(config, positions)
-  return TokenContext(tables, mask, positions, prompt_mask, segments=segments)
-
-
-def _prompt_context(config, prompt_mask, row_attention) -> TokenContext:
-  b, p = prompt_mask.shape  # padding needs no mask, because it comes last
-  positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  context = _row_context(config, positions, None, None, row_attention)
-  return context._replace(rows=Rows(real=prompt_mask[:, None]))
-
-
-def _next_context(
-  config: TransformerConfig,
-  params: Params,
-  cache: Cache,
-  positions: Int[Array, "B G S"],
-  prefix: Prefix,
-) -> TokenContext:
-  """Returns the context of the next tokens, at `positions` in completions."""
-  _, prompt_mask = prefix.state
-  start = positions[..., 0]  # the number of tokens in each row's cache
-  rows = Rows(positions >= 0, begins=start == 0)
-  positions = prefix.length[:, None, None] + positions
-  slots = jnp.arange(attention_of(cache[0]).size)[None, None]
-  if ROPE in params:  # positions of padding may be out of range
-    look_up = lambda x: jnp.take(x, positions, axis=0, mode="clip")
-    tables = jax.tree.map(look_up, params[ROPE])
-  else:
-    tables = rotary_tables(config, positions)
-  return TokenContext(
-    tables,
-    _row_mask(positions.shape[-1], None),
-    positions,
-    prompt_mask,
-    slot_mask=(slots < start[..., None])[:, :, None, None, None],
-    slot_positions=prefix.length[:, None, None] + slots,
-    rows=rows,
-  )
-
-
-class _FlatContext(NamedTuple):
-  """Context of prompts and rows, joined to flat tokens without padding."""
-
-  tables: tuple[RotaryTable, ...]
-  routing: Routing
-  parts: tuple[TokenContext, TokenContext]  # prompts and rows, for attention
-  flat: FlatTokens  # places of the tokens in prompts and rows
-
-
-def _join_flat(
-  prompts: Shaped[Array, "B 1 P *more"],
-  rows: Shaped[Array, "n G S *more"],
-  flat: FlatTokens,
-) -> Shaped[Array, "C 1 N *more"]:
-  parts = flatten(prompts, flat.prompts), flatten(rows, flat.rows)
-  return jnp.concatenate(parts, axis=2)
-
-
-def _split_flat(
-  x: Shaped[Array, "C 1 N *more"], flat: FlatTokens
-) -> tuple[Shaped[Array, "C 1 _ *more"], Shaped[Array, "C 1 _ *more"]]:
-  return tuple(jnp.split(x, [flat.prompts.place_of_token.shape[1]], axis=2))
-
-
-def _flat_context(config, prompts, rows, flat: FlatTokens) -> _FlatContext:
-  join = lambda prompts, rows: _join_flat(prompts, rows, flat)
-  tables = rotary_tables(config, join(prompts.positions, rows.positions))
-  routing = jax.tree.map(join, prompts.routing, rows.routing)
-  return _FlatContext(tables, routing, (prompts, rows), flat)
-
-
 def _flat_block(
   config: TransformerConfig,
   x: Float[Array, "C 1 N D"],
   layer: Layer,
   local: Local,
-  context: _FlatContext,
+  context: contexts.FlatContext,
   row_attention: RowAttention | None,
 ) -> tuple[Float[Array, "C 1 N D"], ExpertLoad | None]:
   """Applies a decoder layer to flat tokens, padded for attention only."""
@@ -178,7 +74,9 @@ def _flat_block(
 
   def mix(inputs):
     # Split q, k and v into prompts [B, 1, P] and rows [n, G, S].
-    prompts, rows = zip(*(_split_flat(x, flat) for x in inputs), strict=True)
+    prompts, rows = zip(
+      *(contexts.split_flat(x, flat) for x in inputs), strict=True
+    )
 
     def padded(parts, places, context):
       shape = context.positions.shape
@@ -190,7 +88,7 @@ def _flat_block(
     prompt = jax.tree.map(flat.of_rows, cache_lib.of_prompt(row))
     mix_rows = mixer_of(context=row_context, prompt=prompt)
     out, _ = mix_rows(padded(rows, flat.rows, row_context))
-    return _join_flat(prompt_out, out, flat), None
+    return contexts.join_flat(prompt_out, out, flat), None
 
   table = block.rotary_table(local, context.tables)
   x, _, routed = block.layer_of(config, x, layer, table, context.routing, mix)
@@ -267,7 +165,7 @@ class Passes:
   ) -> Prefix:
     """Returns the keys and values of prompts; `record` adds their experts."""
     params = cast(params, self.dtype)
-    context = _prompt_context(self.config, prompt_mask, self.row_attention)
+    context = contexts.of_prompts(self.config, prompt_mask, self.row_attention)
 
     def body(x, local, layer):
       # A prompt is a group of one: the layers see tokens [B, 1, P, D].
@@ -309,14 +207,14 @@ class Passes:
     x = self._embed(params, ids)
     config = self.config
     if cache is not None:
-      context = _next_context(config, params, cache, positions, prefix)
+      context = contexts.of_next(config, params, cache, positions, prefix)
       return self._decode(
         params, keys_values, x, context, cache, positions, record
       )
     # Positions in the whole sequence: padding of the prompt does not count.
     absolute = prefix.length[:, None, None] + positions
     rows = absolute, segments, prompt_mask
-    context = _row_context(config, *rows, self.row_attention)
+    context = contexts.of_rows(config, *rows, self.row_attention)
     if segments is not None:
       context = context._replace(rows=Rows(packed=positions))
 
@@ -343,7 +241,7 @@ class Passes:
     def body(carry, local, layer, prompt, own):
       x, states = carry
       is_linear = block.is_linear(layer)
-      own = Stored(states[0], own) if is_linear else own
+      own = Stored(states[0], own, self.platform) if is_linear else own
       x, row, routed = block.block(
         self.config, x, layer, local, context, prompt, own, None
       )
@@ -408,7 +306,7 @@ class Passes:
       x, stack = carry
       if block.is_linear(layer):
         state, *others = stack.linear
-        stored = Stored(state, index)
+        stored = Stored(state, index, self.platform)
         x, state, routed = block.block(
           config, x, layer, local, context, prompt, stored, None
         )
@@ -457,8 +355,8 @@ class Passes:
     row_prompts = prompt_mask if flat is None else flat.of_rows(prompt_mask)
     absolute = _lengths(row_prompts)[:, None, None] + positions
     attention = self.row_attention
-    prompts = _prompt_context(config, prompt_mask, attention)
-    rows = _row_context(
+    prompts = contexts.of_prompts(config, prompt_mask, attention)
+    rows = contexts.of_rows(
       config, absolute, tokens.segments, row_prompts, attention
     )
     if tokens.segments is not None:
@@ -478,11 +376,13 @@ class Passes:
       layer_of = block.joint_block
       context = (prompts, rows)
     else:
-      x = self._embed(params, _join_flat(prompt_ids[:, None], ids, flat))
+      x = self._embed(
+        params, contexts.join_flat(prompt_ids[:, None], ids, flat)
+      )
       layer_of = _flat_block
-      context = _flat_context(config, prompts, rows, flat)
+      context = contexts.of_flat(config, prompts, rows, flat)
       if replayed is not None:
-        replayed = _join_flat(*replayed, flat)
+        replayed = contexts.join_flat(*replayed, flat)
 
     def body(x, local, layer, replayed=None):
       return self._run(layer_of, x, layer, local, _replay(context, replayed))
@@ -502,7 +402,7 @@ class Passes:
     if flat is None:
       prompts, x = x
     else:
-      prompts, x = _split_flat(x, flat)
+      prompts, x = contexts.split_flat(x, flat)
       prompts = unflatten(prompts, flat.prompts, prompt_ids[:, None].shape)
     last = self._last_hidden(params, prompts, prompt_mask)
     return ForwardOutput(last, self._final_norm(params, x), load)

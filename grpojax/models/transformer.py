@@ -21,6 +21,7 @@ from grpojax.core.types import LM, Params
 from grpojax.models import (
   block_attention,
   cache,
+  contexts,
   decode_attention,
   layer_stacks,
   passes,
@@ -175,7 +176,7 @@ def _for_decoding(
       "prompts or completions"
     )
   positions = jnp.arange(longest)
-  params |= {passes.ROPE: passes.rotary_tables(config, positions)}
+  params |= {contexts.ROPE: contexts.rotary_tables(config, positions)}
   if config.labels:
     return params
   if config.tied:

@@ -108,6 +108,7 @@ TITLES = {
   "seconds_step": ("A step", "seconds"),
   "seconds_compile": ("Compilation", "seconds"),
   "seconds_rollout": ("Sampling", "seconds"),
+  "seconds_sync": ("Weights to engines", "seconds"),
   "seconds_rewards": ("Rewards", "seconds"),
   "seconds_reference": ("Comparison and reference", "seconds"),
   "seconds_diagnosis": ("Diagnosis", "seconds"),

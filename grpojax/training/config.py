@@ -73,7 +73,8 @@ def parse_job(
   """Parses a program's command line; returns its config and its flags' values.
 
   Defaults come from the bundled config arithmetic.py for bundled models, else
-  from own_model.py, with the learning rate `LORA_RATE` for adapters.
+  from own_model.py, with the learning rate `LORA_RATE` for adapters, and with a
+  correction for sampling.engine.
   """
   model = command_line.typed_text(argv, "model.path")
   rank = command_line.typed_text(argv, "lora.rank")
@@ -81,6 +82,8 @@ def parse_job(
   job = default_job("arithmetic" if bundled else "own_model")
   if not bundled and rank not in (None, "0"):
     job.optim.learning_rate = LORA_RATE
+  if command_line.typed_text(argv, "sampling.engine"):
+    job.loss.correction = "token_truncate"
   return command_line.parse(argv, flags, declared, about, lambda: job)
 
 

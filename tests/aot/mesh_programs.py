@@ -22,7 +22,7 @@ from grpojax.core.rollout import rollout
 from grpojax.core.step import init_state
 from grpojax.core.types import Batch, Prompts
 from grpojax.core.update import make_update
-from grpojax.models import passes, sharding
+from grpojax.models import contexts, sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
 SIZES = {"vocab_size": 4096, "width": 512, "heads": 8, "kv_heads": 4}
@@ -31,7 +31,7 @@ B = 32
 G = 8
 PROMPT = 64
 T = 256
-passes.WHOLE = 128  # T is a long row, which attends in blocks
+contexts.WHOLE = 128  # T is a long row, which attends in blocks
 PROGRAMS = {  # function, axes of the mesh, of sampling
   "update": ("update", {"fsdp": 8}),
   "rollout": ("rollout", {"data": 2, "fsdp": 4}),

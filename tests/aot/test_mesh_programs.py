@@ -8,7 +8,7 @@ import pytest
 from grpojax.aot import cost, hlo
 from grpojax.core.decoding import BETWEEN_CHECKS
 
-slow = pytest.mark.slow  # compiles whole programs
+pytestmark = pytest.mark.slow  # compiles whole programs
 # mesh_programs.py's model: V, D, H E, K E, F; T.
 V = 4096
 D = 512
@@ -53,7 +53,6 @@ def before_token_loop(counted):
   return counted.collective_bytes - counted.in_token_loop.collective_bytes
 
 
-@slow
 def test_update_gathers_layers_and_scatters_gradients(updates):
   """Matrices are sent twice, their gradients once, activations never."""
   instructions, counted = modules(updates, "update")
@@ -89,7 +88,6 @@ def test_update_gathers_layers_and_scatters_gradients(updates):
   ]
 
 
-@slow
 def test_arguments_are_split_over_devices(updates):
   """A device holds an eighth of parameters, moments and batch."""
   weights = LAYERS * MATRICES + V * D
@@ -101,7 +99,6 @@ def test_arguments_are_split_over_devices(updates):
   assert 0 <= extra < 2e4  # prompts, advantages, counts, padding
 
 
-@slow
 def test_decoding_only_communicates_the_stop_check(rollouts):
   """The check has a few bytes."""
   _, counted = modules(rollouts, "rollout")
@@ -113,7 +110,6 @@ def test_decoding_only_communicates_the_stop_check(rollouts):
   assert before <= (weights + V * D) * 4 * 3 / 4 + 100
 
 
-@slow
 def test_int8_weights_are_gathered_and_read_in_int8(rollouts):
   instructions, counted = modules(rollouts, "rollout int8")
   gathered = before_token_loop(counted)
@@ -139,7 +135,6 @@ def test_int8_weights_are_gathered_and_read_in_int8(rollouts):
   assert caches == [0] * 4  # keys, values, and their scales
 
 
-@slow
 @pytest.mark.parametrize(
   "program", ["rollout tensor", "rollout sampling_tensor"]
 )
@@ -166,7 +161,6 @@ def test_split_weights_need_two_reductions_per_layer(rollouts, program):
   assert not [dims for dims in shapes if V in dims or V // 2 in dims]
 
 
-@slow
 def test_experts_are_read_once_per_token():
   """Decoding does not copy layers out of their stack."""
   program = compiled("rollout experts")
@@ -207,7 +201,6 @@ for name, place in vars(compiled.output_shardings).items():
 """
 
 
-@slow
 def test_rollout_stays_on_the_sampling_mesh(tmp_path):
   """XLA once confused the two meshes and split rows by 8 of 16."""
   config = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32}

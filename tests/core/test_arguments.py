@@ -20,6 +20,7 @@ from grpojax.core.advantages.weighted_baselines import (
 from grpojax.core.arguments import check_read_prompts, read_ends
 from grpojax.core.batch import make_batch
 from grpojax.core.binding import bind
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.group_axis import as_float
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.losses import grpo_loss
@@ -133,6 +134,12 @@ REFUSED = [
   ("did you mean minibatches", lambda lm: UpdateOptions(minibatch=2)),
   ("use one of advantage, subset_size", lambda lm: Objective(zzz=1)),
   (r"objective=Objective\(beta=", lambda lm: make_step(lm, beta=1)),
+  # Options are checked when they are made.
+  (r"^temperature = -1.0: must be ", lambda lm: Sampling(-1.0)),
+  (r"^epochs = 0: must be ", lambda lm: UpdateOptions(epochs=0)),
+  (r"^dual_clip = 0.5: .* than 1, or 0", lambda lm: Objective(dual_clip=0.5)),
+  (r"^correction_high = 0.5: ", lambda lm: Objective(correction_high=0.5)),
+  (r"^advantage = 'oracle': needs the true", lambda lm: Objective("oracle")),
   # Rewards on the host, and an error of the user's function.
   (HOST, lambda lm: trace(lm, lambda x, _: np.asarray(x.logprobs).sum(-1))),
   (HOST, lambda lm: trace(lm, lambda x, _: {1: 2.0}[x.completion_ids])),

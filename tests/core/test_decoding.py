@@ -75,20 +75,13 @@ def assert_same(out, expected):
   np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-5)
 
 
-slow = pytest.mark.slow
-long = pytest.mark.long
-MODELS = [
-  pytest.param("windows", marks=slow),
-  pytest.param("one_stack", marks=slow),
-  pytest.param("linear", marks=slow),
-  pytest.param("chain", marks=slow),
-  pytest.param("simple", marks=slow),
-  pytest.param("lora", marks=long),
-  pytest.param("experts", marks=long),
-]
+LONG = [pytest.param(x, marks=pytest.mark.long) for x in ("lora", "experts")]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name", ["windows", "one_stack", "linear", "chain", "simple", *LONG]
+)
 def test_shapes_of_the_loop_do_not_change_samples(name, tabular):
   """A chain's samples end at an EOS; a simple cache has one batch size."""
   settings = {}

@@ -4,25 +4,13 @@ import dataclasses
 import functools
 import types
 
+import environment_helpers as helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from environment_helpers import (
-  EOS,
-  KEY,
-  LONGEST,
-  PROMPTS,
-  host_answers,
-  play,
-  programs,
-  reset,
-  sample_key,
-  sampled,
-  step,
-  turn_key,
-)
+from environment_helpers import EOS, KEY, LONGEST, PROMPTS, programs, sampled
 from toy_fixtures import single_loop
 
 import grpojax
@@ -38,8 +26,8 @@ close = functools.partial(np.testing.assert_allclose, atol=1e-5)
 
 def plain_loop(tiny, whole, i, g, t_max):
   """Samples a trajectory by whole forward passes."""
-  key = sample_key(i, g)
-  state = reset(PROMPTS.targets[i], turn_key(i, g, -1))
+  key = helpers.sample_key(i, g)
+  state = helpers.reset(PROMPTS.targets[i], helpers.turn_key(i, g, -1))
   prompt = PROMPTS.prompt_ids[i : i + 1], PROMPTS.prompt_mask[i : i + 1]
   prefix = tiny.lm.prefill(tiny.params, *prompt)
   first = tiny.lm.unembed(tiny.params, prefix.last_hidden)[0]
@@ -59,7 +47,8 @@ def plain_loop(tiny, whole, i, g, t_max):
     if ids[-1] not in EOS:
       continue
     turn_ids = jnp.array(ids[begin:])
-    state, seen = step(state, turn_ids, len(turn_ids), turn_key(i, g, turn))
+    turn_key = helpers.turn_key(i, g, turn)
+    state, seen = helpers.step(state, turn_ids, len(turn_ids), turn_key)
     count = int(seen.length)
     turn = turn + 1
     rewards.append(float(seen.reward))
@@ -214,7 +203,7 @@ def test_host_and_device_environments_give_equal_trajectories(
     model = types.SimpleNamespace(lm=lm, params=lm.init(KEY))
   expected = sampled(model, t_max=t_max, sampling=Sampling(**formats))
   functions = programs(model.lm, t_max, tokens, **formats)
-  result = play(functions, model.params, host_answers())
+  result = helpers.play(functions, model.params, helpers.host_answers())
   jax.tree.map(functools.partial(close, atol=2e-5), result, expected)
   assert (result.turns >= 2).any()
 
@@ -238,7 +227,7 @@ def test_logprobs_after_long_observations_are_the_trainers(tiny):
     return [Answer(rng.integers(1, 5, n).tolist(), 1.0) for n in sizes]
 
   functions = programs(lm, 400, 16, turn_tokens, temperature=0.8)
-  result = play(functions, tiny.params, answer, 5)
+  result = helpers.play(functions, tiny.params, answer, 5)
   tokens = result.prompt_ids, result.prompt_mask, result.completion_ids
   logprobs, _ = token_logprobs(lm, tiny.params, *tokens, sampling=Sampling(0.8))
   drawn = np.asarray(result.sampled)

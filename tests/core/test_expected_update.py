@@ -19,7 +19,6 @@ from grpojax.core.objective import Objective
 from grpojax.core.step import init_state
 from grpojax.core.types import Rollout
 from grpojax.core.update import make_update
-from grpojax.training.config import default_job, from_config
 
 KEY = jax.random.key(5)
 IDS = np.array([[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]])
@@ -225,24 +224,6 @@ def test_only_sequence_corrections_can_be_exact(name):
     else:
       assert error > 1e-3, correction
   assert not set(EXACT) & set(OF_SUBSETS)
-
-
-OTHER_SAMPLERS = {
-  "correction": {"loss.correction": "token_truncate"},
-  "ahead": {"sampling.ahead": 1, "optim.minibatches": 2},
-  "int8": {"sampling.cache_dtype": "int8", "optim.minibatches": 2},
-}
-
-
-@pytest.mark.parametrize("sampler", OTHER_SAMPLERS)
-def test_subset_advantages_require_on_policy_samples(sampler):
-  config = default_job()
-  config.update_from_flattened_dict(OTHER_SAMPLERS[sampler])
-  from_config(config)
-  config.advantage = "max_at_k"
-  words = f"advantage = 'max_at_k': compares subsets .*{sampler}"
-  with pytest.raises(ValueError, match=words):
-    from_config(config)
 
 
 def test_the_update_refuses_corrected_subset_advantages(tabular):

@@ -3,9 +3,6 @@
 import contextlib
 import io
 import json
-import os
-import pathlib
-import subprocess
 import sys
 
 import hub_server
@@ -13,10 +10,10 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet as pq
+from run_helpers import start
 
 from grpojax.data import datasets
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 LATER = "b" * 40
 README = b"""---
 configs:
@@ -82,15 +79,7 @@ for line in sys.stdin:
 @contextlib.contextmanager
 def asking(home, **environ):
   environ |= {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-  environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-  with subprocess.Popen(
-    [sys.executable, "-c", ASK],
-    env=os.environ | environ,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  ) as process:
+  with start(ASK, **environ) as process:
 
     def ask(split, path, **options):
       process.stdin.write(json.dumps([split, path, options]) + "\n")
@@ -100,7 +89,7 @@ def asking(home, **environ):
       return json.loads(line[2:])
 
     yield ask
-    process.stdin.close()
+    assert process.communicate() == ("", "")
 
 
 GSM8K = {"configuration": "main", "prompt": "question", "answer_after": "####"}

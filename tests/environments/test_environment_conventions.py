@@ -3,17 +3,14 @@
 import json
 import pathlib
 import re
-import sys
 
 import numpy as np
 import pytest
+from environments import drawing_environments as drawing
 
 from grpojax.environments import conventions, spaces
 from grpojax.environments.protocol import Step, to_step
 from grpojax.runtime.processes.user_calls import WrongAnswer
-
-sys.path.append(str(pathlib.Path(__file__).parent))
-import drawing_environments as drawing  # noqa: E402
 
 USER = str(pathlib.Path(__file__).with_name("user_environments.py"))
 DRAWING = str(pathlib.Path(USER).with_name("drawing_environments.py"))

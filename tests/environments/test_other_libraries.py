@@ -3,18 +3,15 @@
 import importlib
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import threading
 import time
 
+import docs_blocks
 import pytest
 
 from grpojax.environments.pool import EnvironmentPool, check_replay
-
-sys.path.append(str(pathlib.Path(__file__).parents[1]))
-import docs_blocks  # noqa: E402
 
 PAGE = docs_blocks.DOCS / "environments.md"
 

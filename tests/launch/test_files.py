@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pathlib
 import re
 import shlex
 import shutil
@@ -12,12 +11,12 @@ import sys
 
 import pytest
 import yaml
+from run_helpers import ROOT
 
 from grpojax import train
 from grpojax.runtime.cli import command_line
 from grpojax.training.config import SETTINGS, from_config
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
 SCRIPTS += [ROOT / ".ci/run", ROOT / ".ci/versions"]

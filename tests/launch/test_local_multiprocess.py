@@ -1,15 +1,14 @@
 """local_multiprocess.sh, with a stand-in for the training."""
 
 import os
-import pathlib
 import re
 import signal
 import subprocess
 import sys
 
 import pytest
+from run_helpers import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "local_multiprocess.sh"
 
 # Process I ends with the code in `codeI`, or saves at SIGTERM.

@@ -2,19 +2,18 @@
 
 import ast
 import json
-import pathlib
 import re
 import resource
 import shlex
 import shutil
 
 import pytest
+from run_helpers import ROOT
 
 from grpojax import train
 from grpojax.runtime.cli import command_line
 from grpojax.training.config import SETTINGS, from_config
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PATH = ROOT / "launch" / "colab_grpo.ipynb"
 NOTEBOOK = json.loads(PATH.read_text())
 CODE = [

@@ -1,14 +1,13 @@
 """tpu_vm.sh with a stand-in for gcloud that records, fails and preempts."""
 
-import pathlib
 import re
 import shutil
 import subprocess
 import tarfile
 
 import pytest
+from run_helpers import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "tpu_vm.sh"
 OPTIONS = ("--zone=us-west4-a", "--type=v5litepod-16", "--poll=0")
 RUN = ("run", "my-run", *OPTIONS, "--", "--run_dir=gs://mine/run")

@@ -13,8 +13,8 @@ from small_models import normal as normal_of
 from grpojax.core.logprobs import logprobs_and_load
 from grpojax.core.types import Tokens
 from grpojax.models import block_attention as block_lib
+from grpojax.models import contexts
 from grpojax.models import kernel_attention as kernel_lib
-from grpojax.models import passes
 from grpojax.models.attention import Visibility, two_part_attention
 from grpojax.models.block_attention import BLOCK, block_attention
 from grpojax.models.cache import KeysValues, PromptKeysValues
@@ -275,9 +275,9 @@ def test_models_with_long_rows_equal_plain_ones(attention, monkeypatch):
   def run():
     return jax.jit(jax.grad(total, has_aux=True))(params)
 
-  assert passes.WHOLE >= length
+  assert contexts.WHOLE >= length
   whole = run()
-  monkeypatch.setattr(passes, "WHOLE", BLOCK)
+  monkeypatch.setattr(contexts, "WHOLE", BLOCK)
   assert_close(run(), whole, rtol=1e-4, atol=1e-3)
   assert np.std(whole[1]) > 0.1 and spy.called
 

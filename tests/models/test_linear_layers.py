@@ -4,12 +4,15 @@ test_families.py compares them with transformers.
 """
 
 import dataclasses
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from safetensors import numpy
 from small_models import (
   assert_close,
@@ -63,9 +66,19 @@ def scored(lm, params, ids):
 
 
 @pytest.mark.slow
-def test_sampled_logprobs_are_the_trainers():
-  drawn = sample(LM, PARAMS, PROMPTS, max_new_tokens=20)
-  want = jax.jit(scored, static_argnums=0)(LM, PARAMS, drawn.completion_ids)
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_sampled_logprobs_are_the_trainers(platform, monkeypatch):
+  interpreted = functools.partial(pl.pallas_call, interpret=True)
+  monkeypatch.setattr(pl, "pallas_call", interpreted)
+  monkeypatch.setattr(pltpu, "HBM", jax.ShapeDtypeStruct)
+  config = CONFIG
+  if platform == "tpu":  # whose kernel needs whole lanes
+    sizes = Sizes(key_heads=1, value_heads=2, key_dim=128, value_dim=128)
+    config = dataclasses.replace(CONFIG, linear=sizes)
+  lm = transformer(config, platform=platform)
+  params = random_params(lm)
+  drawn = sample(lm, params, PROMPTS, max_new_tokens=20)
+  want = jax.jit(scored, static_argnums=0)(lm, params, drawn.completion_ids)
   got = np.where(drawn.completion_mask, drawn.logprobs, want)
   np.testing.assert_allclose(got, want, atol=1e-5)
   assert drawn.completion_mask.sum() > 40

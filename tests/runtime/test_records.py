@@ -76,16 +76,6 @@ def test_json_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
   assert os.listdir(tmp_path) == ["summary.json"]
 
 
-def test_writing_to_a_link_changes_its_target(tmp_path):
-  file = tmp_path / "file"
-  link = tmp_path / "link"
-  link.symlink_to(file)
-  for text in ("1", "2"):
-    records.write_text(link, text)
-    assert link.is_symlink() and file.read_text() == text
-  assert sorted(os.listdir(tmp_path)) == ["file", "link"]
-
-
 def test_concurrent_writers_each_write_a_whole_file(tmp_path):
   path = tmp_path / "file"
   with records.replacing(path) as first:

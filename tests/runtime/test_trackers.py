@@ -16,35 +16,24 @@ RUN = trackers.TrackedRun(
 )
 
 
-class Recorder:
-  """A tracker that records its calls."""
-
-  def __init__(self, fails_at=None):
-    self.rows = []
-    self.closed = 0
-    self.fails_at = fails_at
-
-  def open(self, run):
-    self.run = run
-    return trackers.Tracker(self.log, self.close, run.id or "new")
-
-  def log(self, step, numbers):
-    if step == self.fails_at:
-      raise ConnectionError("no route\nto host")
-    self.rows.append((step, numbers))
-
-  def close(self):
-    self.closed += 1
-    if self.fails_at:
-      raise RuntimeError("gone")
-
-
 @pytest.fixture
 def two(monkeypatch):
-  recorders = {"good": Recorder(), "bad": Recorder(fails_at=2)}
-  table = {name: recorder.open for name, recorder in recorders.items()}
+  """Trackers that record their calls, of which "bad" fails at its second."""
+  two = {"good": mock.Mock(), "bad": mock.Mock()}
+  failures = [None, ConnectionError("no route\nto host")]
+  two["bad"].log.side_effect = failures
+  two["bad"].close.side_effect = RuntimeError("gone")
+
+  def opener(tracker):
+    def open_run(run):
+      tracker.run = run
+      return trackers.Tracker(tracker.log, tracker.close, run.id or "new")
+
+    return open_run
+
+  table = {name: opener(tracker) for name, tracker in two.items()}
   monkeypatch.setattr(trackers, "TRACKERS", table)
-  return recorders
+  return two
 
 
 def test_a_failing_tracker_is_reported_and_removed(two, capsys):
@@ -55,13 +44,14 @@ def test_a_failing_tracker_is_reported_and_removed(two, capsys):
   for step in (1, 2, 3):
     row = {"step": step, "loss": np.float32(step / 2)} | odd
     trackers.log_all(opened, step, row)
-  assert [step for step, _ in two["good"].rows] == [1, 2, 3]
-  assert two["bad"].rows == [(1, {"loss": 0.5})]
+  calls = [mock.call(step, {"loss": step / 2}) for step in (1, 2, 3)]
+  assert two["good"].log.mock_calls == calls
+  assert two["bad"].log.mock_calls == calls[:2]
   output = capsys.readouterr().out
   assert output.count("\n") == 1
   assert "step 2: bad fails (ConnectionError: no route to host)" in output
   trackers.close_all(opened)
-  assert (two["good"].closed, two["bad"].closed) == (1, 0)
+  assert two["good"].close.call_count == 1 and not two["bad"].close.called
   trackers.close_all({"bad": trackers.Tracker(None, two["bad"].close)})
   assert "bad does not close: RuntimeError: gone" in capsys.readouterr().out
 
@@ -77,7 +67,7 @@ def test_a_tracker_that_cannot_open_closes_all(two, monkeypatch):
   text += "; without it: --config.log.trackers=good$"
   with pytest.raises(ValueError, match=f"does not open: SystemExit: {text}"):
     trackers.open_all(["good", "wandb"], RUN, {})
-  assert two["good"].closed == 1
+  assert two["good"].close.call_count == 1
 
 
 def test_trackers_are_named_or_functions_of_the_user(tmp_path):

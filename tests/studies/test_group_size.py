@@ -1,19 +1,17 @@
 """The study of group sizes: runs, tables and a small whole study."""
 
 import json
-import pathlib
 import runpy
 
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from run_helpers import ROOT
 
 from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import group_size
 from grpojax.studies import run as study
 from grpojax.training.run import fit
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def runs(config):

@@ -1,5 +1,6 @@
 """Fixtures for tests of steps and runs."""
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -17,7 +18,7 @@ from grpojax.models import sharding
 from grpojax.runtime.files import records
 from grpojax.training.policies import Policy
 from grpojax.training.run import setup
-from grpojax.training.step import host
+from grpojax.training.step import host, scoring
 from grpojax.training.step.extension import Inputs
 from grpojax.training.step.extensions import open_extensions
 
@@ -115,9 +116,11 @@ def train_short(train_toy):
 
 @pytest.fixture
 def open_step():
-  """`(settings, policy, params, tx, reward_pool) -> (mesh, state, Step)`."""
+  """`(settings, policy, params, tx, reference) -> (mesh, state, Step)`."""
+  pools = contextlib.ExitStack()
 
-  def open_step(settings, policy, params, tx, reward_pool, reference=False):
+  def open_step(settings, policy, params, tx, reference=False):
+    pool = pools.enter_context(scoring.open_reward_pool(settings))
     mesh = setup.make_mesh(settings)
     first = lambda params: setup.first_state(settings, tx, params)
     whole = ((r".*", PartitionSpec()),)  # for any parameter names
@@ -128,10 +131,10 @@ def open_step():
       copy = jax.tree.map(jnp.copy, params)
       reference = jax.device_put(copy, shardings.params)
     inputs = Inputs(
-      *(settings, policy, tx, shardings, mesh),
-      *(reference or None, reward_pool),
+      settings, policy, tx, shardings, mesh, reference or None, pool
     )
     extensions = open_extensions(inputs)
     return mesh, state, host.open_step(inputs, extensions, settings.group_size)
 
-  return open_step
+  with pools:
+    yield open_step

@@ -16,6 +16,7 @@ from grpojax.training.step import host, scoring
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step.draws import Timer, draw
 
+pytestmark = pytest.mark.slow
 B = 4
 G = 4
 STEPS = 6
@@ -44,22 +45,19 @@ def opened(tiny, settings_with, open_step, word_policy):
   )
   policy = word_policy(tiny.lm, (0, 1))
   rng = np.random.default_rng(0)
-  with scoring.open_reward_pool(settings) as pool:
-    mesh, state, step = open_step(
-      settings, policy, tiny.params, optax.adam(0.05), pool, True
-    )
-    batches = []
-    for _ in range(STEPS):
-      ids = rng.integers(2, 11, (B, 3)).astype(np.int32)
-      prompts = meshes.place(Prompts(ids, ids >= 0), mesh, "batch")
-      answers = map(str, rng.integers(2, 11, B))
-      examples = [{"prompt_text": "", "answer": x} for x in answers]
-      batches.append((prompts, examples))
-    with jax.set_mesh(mesh):
-      yield state, step, batches
+  args = settings, policy, tiny.params, optax.adam(0.05)
+  mesh, state, step = open_step(*args, reference=True)
+  batches = []
+  for _ in range(STEPS):
+    ids = rng.integers(2, 11, (B, 3)).astype(np.int32)
+    prompts = meshes.place(Prompts(ids, ids >= 0), mesh, "batch")
+    answers = map(str, rng.integers(2, 11, B))
+    examples = [{"prompt_text": "", "answer": x} for x in answers]
+    batches.append((prompts, examples))
+  with jax.set_mesh(mesh):
+    yield state, step, batches
 
 
-@pytest.mark.slow
 def test_steps_ahead_equal_a_loop_that_samples_with_older_parameters(opened):
   state, step, batches = opened
   copy = lambda params: jax.tree.map(jnp.copy, params)
@@ -88,7 +86,6 @@ def test_steps_ahead_equal_a_loop_that_samples_with_older_parameters(opened):
   assert samples[0] == pytest.approx(1, abs=1e-4) and max(samples[1:]) < 0.999
 
 
-@pytest.mark.slow
 def test_steps_ahead_on_separate_devices_equal_the_loop():
   words = "--numprocesses=0 -p no:cacheprovider -m slow -k loop_that".split()
   words = ["-m", "pytest", __file__, *words]
@@ -96,7 +93,6 @@ def test_steps_ahead_on_separate_devices_equal_the_loop():
   assert "1 passed" in output, output[-3000:]
 
 
-@pytest.mark.slow
 def test_rewards_ahead_are_computed_during_the_update(opened, monkeypatch):
   state, step, batches = opened
   events = []
@@ -122,7 +118,6 @@ def test_rewards_ahead_are_computed_during_the_update(opened, monkeypatch):
   assert events == ["rewards", "update", "rewards"]
 
 
-@pytest.mark.slow
 def test_a_pending_rollout_is_restored_with_rewards_and_prompts(opened):
   state, step, batches = opened
   result = host.take_step(step, state, *batches[0], upcoming=batches[1])

@@ -75,6 +75,8 @@ ACCURACY = "filter_groups.metric=acc filter_groups.rescale"
 FEW = "batch_size=4 optim.micro_batches=1"
 FOUR_PARTS = f"{FEW} sampling.parts=4 reward.workers=1"
 QUANTILE = "loss.top_entropy_quantile=0.2"
+PENALTY = "reward.length_penalty=0.1"
+SUBSETS = "advantage=max_at_k optim.minibatches=2"
 TRAINER = "loss.old_logprobs=trainer"
 MIXED = "data.mixture.gsm8k"
 PLAYED = "environment.path=retry"
@@ -104,6 +106,12 @@ REFUSED = [
   ("optim.minibatches=4 optim.micro_batches=3", "8 prompts of 8 samples"),
   ("advantage=max_at_k subset_size=8", "subset_size = 8: advantage = 'max_"),
   ("advantage=shrinkage batch_size=2 optim.micro_batches=1", "shrinkage needs"),
+  (
+    "advantage=max_at_k loss.correction=token_truncate",
+    "but samples corrected by",
+  ),
+  (f"{SUBSETS} sampling.ahead=1", "but samples drawn before the last"),
+  (f"{SUBSETS} sampling.cache_dtype=int8", "but samples in int8"),
   (f"{AUTO} advantage=grpo", "'grpo': group_size = 'auto' needs the diag"),
   (f"{AUTO} loss.weighting=sequence_mean", "equal token weights"),
   (f"{AUTO} loss.truncated=drop", "use 'keep', or a number for"),
@@ -116,6 +124,10 @@ REFUSED = [
   ("reward.weights=1,2", "must be finite numbers, one for each"),
   ("reward.on_device reward.functions=math_answer", "scores token ids: use"),
   ("reward.on_device mesh.sampling_tensor=2", "mesh.sampling_tensor = 2:"),
+  (f"{PENALTY} reward.on_device", "length_penalty"),
+  (f"{PENALTY} {FILTERED}", "length_penalty"),
+  (f"{PENALTY} {AUTO}", "length_penalty"),
+  (f"{PENALTY} {AGGREGATED} {TWO}", "length_penalty"),
   # Off-policy rollouts: int8, or sampled ahead.
   ("sampling.weights_dtype=int8", "loss.correction = 'none': samples in int8"),
   (f"sampling.cache_dtype=int8 optim.epochs=2 {TRAINER}", "(cache_dtype) are"),
@@ -215,17 +227,15 @@ def test_invalid_values_are_reported_before_conflicts():
     K1,
     "loss.entropy_target=0.3 loss.entropy_coef_delta=0",
     f"{QUANTILE} loss.surrogate=cispo",
-    "optim.minibatches=4 optim.micro_batches=8",
     # Groups are split as well.
     "optim.minibatches=4 optim.micro_batches=64",
     "steps=0 reward.functions=math_answer,my.module:f reward.weights=1,0.5",
     "steps=40 profile.steps=39:40 data.template={{x}}{prompt}",
     f"loss.correction=token_mask optim.epochs=2 {TRAINER}",
-    "model.reference_every=1 model.reference_mix=0.01 loss.beta=1 lora.rank=2",
     # Ratios to the rollout policy correct for int8.
     "sampling.weights_dtype=int8 optim.minibatches=2",
+    "sampling.ahead=1 optim.minibatches=2",
     f"{INT8} {K1} {TRAINER} optim.minibatches=2",
-    IN_PARTS,
   ],
 )
 def test_valid_combinations(words):
@@ -235,7 +245,6 @@ def test_valid_combinations(words):
 @pytest.mark.parametrize(
   "devices, words, text",
   [
-    (1, "", ""),
     (8, "mesh.fsdp=8", ""),  # 8 prompts a micro-batch
     (8, "mesh.fsdp=8 batch_size=4", ""),  # a prompt, and 8 samples
     (8, "mesh.fsdp=8 mesh.sampling_tensor=4", ""),

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from run_helpers import assert_same_weights
 
 from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
 from grpojax.data import arithmetic
 from grpojax.data.pipeline import Mixture, Part
-from grpojax.models import huggingface as hf
 from grpojax.rewards.pool import GroupRewards
 from grpojax.runtime.processes import distributed
 from grpojax.training import policies
@@ -144,8 +144,7 @@ def test_a_resumed_run_with_a_mixture_equals_an_uninterrupted_run(
   train_toy("parts", **settings | {"steps": 1})
   rows = train_toy("parts", **settings)
   train_toy("whole", **settings)
-  models = (hf.load_params(tmp_path / x / "model") for x in ("parts", "whole"))
-  jax.tree.map(np.testing.assert_array_equal, *models)
+  assert_same_weights(*(tmp_path / x / "model" for x in ("parts", "whole")))
   steps = [row for row in rows if "reward_mean" in row]
   for row in steps:
     assert row["many/prompts"] == 3 and row["few/prompts"] == 1

@@ -191,13 +191,14 @@ def test_a_reference_reads_the_observation_of_reset_also_after_a_crash(
   ],
 )
 def test_a_failed_trajectory_has_no_reward_or_0(
-  go, write, function, zero, by_turn
+  go, write, function, zero, by_turn, capsys
 ):
   if function == "talks":
     function = f"{write('talks', TALKS)}:talks"
   options = by_turn | ({"environment.failed": "zero"} if zero else {})
   options["reward.functions"] = function
   run = go(fails=True, steps=1, **options)
+  assert "rewards failed; the first: environment" in capsys.readouterr().out
   rows = rows_of(run)
   failed = [row for row in rows if len(row["turns"]) > 1]
   assert failed and len(failed) < len(rows)

@@ -1,7 +1,5 @@
 """Dynamic sampling replaces zero-variance groups and changes nothing else."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from grpojax.core.types import Prompts
 from grpojax.rewards.pool import GroupRewards
 from grpojax.runtime import compilation
 from grpojax.training.settings.batches import draw_parts
-from grpojax.training.step import host, sampling, scoring
+from grpojax.training.step import host, sampling
 from grpojax.training.step.extensions import dynamic_sampling
 
 B = 4
@@ -47,7 +45,7 @@ def batch_of(first, count):
 class Job:
   """Steps of a chain of three kinds, of which kind 0 is deterministic."""
 
-  def __init__(self, tabular, word_policy, open_step, settings, reward_pool):
+  def __init__(self, tabular, word_policy, open_step, settings):
     lm = tabular.lm(3, VOCAB)
     table = lm.init(jax.random.key(0)).at[..., 3].add(-1.0)
     self.table = table.at[0, 0, 0].set(50.0)
@@ -56,7 +54,7 @@ class Job:
     self.taken = 0
     self.compared = []
     self.mesh, self.state, self.step = open_step(
-      settings, self.policy, self.table, optax.sgd(0.1), reward_pool
+      settings, self.policy, self.table, optax.sgd(0.1)
     )
 
   def take(self, count=None):
@@ -88,25 +86,21 @@ def job_settings(settings_with):
 
 
 @pytest.fixture
-def job(tabular, job_settings, open_step, word_policy):
+def job(tabular, job_settings, open_step, word_policy, monkeypatch):
   """`(**changes) -> Job`."""
-  with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
 
-    def make(**changes):
-      settings = job_settings(**changes)
-      reward_pool = scoring.open_reward_pool(settings)
-      reward_pool = stack.enter_context(reward_pool)
-      job = Job(tabular, word_policy, open_step, settings, reward_pool)
-      pack = host.plan_packing
+  def make(**changes):
+    job = Job(tabular, word_policy, open_step, job_settings(**changes))
+    pack = host.plan_packing
 
-      def spy(settings, samples, rewards, mesh):
-        job.compared.append((jax.device_get(samples), rewards))
-        return pack(settings, samples, rewards, mesh)
+    def spy(settings, samples, rewards, mesh):
+      job.compared.append((jax.device_get(samples), rewards))
+      return pack(settings, samples, rewards, mesh)
 
-      patch.setattr(host, "plan_packing", spy)
-      return job
+    monkeypatch.setattr(host, "plan_packing", spy)
+    return job
 
-    yield make
+  return make
 
 
 def whole_rollout(job, count):

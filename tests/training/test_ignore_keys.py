@@ -4,9 +4,8 @@ import json
 import shutil
 import types
 
-import jax
-import numpy as np
 import pytest
+from run_helpers import assert_same_weights
 
 from grpojax import chat, evaluate, export, sft
 from grpojax.aot import programs
@@ -102,5 +101,4 @@ def test_a_lora_run_can_be_resumed_evaluated_and_exported(
   chat.main([f"--model={models.noted}", "--prompt=1+2", typed[0]])
   export.main([str(run), f"--out={tmp_path / 'merged'}"])
   export.main([str(run), f"--out={tmp_path / 'adapter'}", "--adapter"])
-  merged, trained = map(hf.load_params, (tmp_path / "merged", run / "model"))
-  assert jax.tree.all(jax.tree.map(np.array_equal, merged, trained))
+  assert_same_weights(tmp_path / "merged", run / "model")

@@ -1,10 +1,8 @@
 """Many settings together, in a run that is resumed."""
 
-import jax
 import numpy as np
 import pytest
-
-from grpojax.models import huggingface as hf
+from run_helpers import assert_same_weights
 
 SETTINGS = """
 batch_size=4 group_size=4 eval.num_prompts=4 eval.every=9 checkpoint.every=1
@@ -26,10 +24,7 @@ def test_a_run_with_many_settings_resumes_exactly(train_toy, tmp_path):
   settings = dict(word.split("=") for word in SETTINGS.split())
   train_toy("parts", **settings, steps=1)
   rows = [train_toy(name, **settings, steps=2) for name in ("whole", "parts")]
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    *(hf.load_params(tmp_path / name / "model") for name in ("whole", "parts")),
-  )
+  assert_same_weights(*(tmp_path / x / "model" for x in ("whole", "parts")))
   steps = ([row for row in part if "loss" in row] for part in rows)
   for row, expected in zip(*steps, strict=True):
     for key, value in row.items():

@@ -32,6 +32,7 @@ BAD = {
     None,
     "95% of the samples ineffective (importance weights)",
   ),
+  "engine_mismatch": (0.03, None, "the engine differs by 0.03 nats per token"),
 }
 
 
@@ -48,6 +49,8 @@ def test_a_stop_condition_ends_a_run_after_steps_in_a_row(name):
   now = Progress()
   if name == "few_effective_samples":
     bad = GOOD | {"rollout_effective_samples": 1 - whole}
+  if name == "engine_mismatch":
+    bad = GOOD | {"rollout_mismatch_mean": whole, "seconds_sync": 1.0}
   bad["reward_failures"] = 3
   shown = bad if less is None else GOOD | {name: less}
   for row in [bad, bad, GOOD if less is None else shown, bad, bad]:

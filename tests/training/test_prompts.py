@@ -95,7 +95,6 @@ def test_prompts_use_the_template_and_are_trimmed(
   "changes, hint",
   [
     ({"data.options.sise": 3}, "data.options.sise.*it takes difficulty, size"),
-    ({"data.name": "jsonl", "data.path": "/nowhere"}, "/nowhere"),
     ({"data.too_long": "drop", "steps": 1}, "endless"),
   ],
 )

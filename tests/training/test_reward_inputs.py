@@ -3,6 +3,7 @@
 import pytest
 
 from grpojax.data.examples import SOURCE
+from grpojax.runtime.files import records
 from grpojax.training.config import default_config, from_config
 from grpojax.training.data import splits
 from grpojax.training.step import scoring
@@ -62,14 +63,20 @@ def test_a_missing_column_is_refused_at_the_start(train_toy, file, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_trl_and_verl_rewards(train_toy, file):
+def test_a_run_with_trl_and_verl_rewards_and_a_length_penalty(
+  train_toy, file, tmp_path
+):
   functions = f"{file}:compute_score,{file}:how_far"
   rewards = {"reward.functions": functions, "reward.weights": "1,1"}
   rewards |= {"reward.options.compute_score.data_source": "toy"}
-  rows = train_toy(**rewards, reward__workers=1, steps=2, eval__every=2)
+  rewards |= {"reward.length_penalty": 0.5, "reward.workers": 1}
+  rows = train_toy(**rewards, steps=2, eval__every=2)
   rows = [row for row in rows if "loss" in row]
   assert [row["rewards/how_far/mean"] for row in rows] == [0.0, 0.5]
   for row in rows:
     assert row["reward_failures"] == 0
     assert 1 < row["logged/compute_score/length"] < 9
     assert 0 < row["rewards/compute_score/mean"] < 1
+    assert 0 < row["length_penalty_mean"] <= 0.5
+  for sample in records.read_jsonl(tmp_path / "run" / "samples.jsonl"):
+    assert sample["reward"] < sum(sample["rewards"].values())

@@ -155,33 +155,6 @@ def test_gathered_rewards_equal_those_of_one_process(monkeypatch):
 
 
 @pytest.mark.slow
-def test_failed_rewards_are_recorded_and_training_goes_on(
-  train_toy, tmp_path, capsys
-):
-  file = tmp_path / "mine.py"
-  file.write_text(
-    "import math\n"
-    "def mine(prompt, completion, example):\n"
-    "  if '5' in completion:\n"
-    "    raise RuntimeError('a five')\n"
-    "  return math.nan if '3' in completion else float('7' in completion)\n"
-  )
-  run = tmp_path / "run"
-  functions = f"{file}:mine"
-  rows = train_toy(steps=4, reward__functions=functions, diagnostics__every=2)
-  failures = records.read_jsonl(run / "failures.jsonl")
-  fives = [f for f in failures if "a five" in f["reason"]]
-  assert any("5" in f["completion"] for f in fives)
-  for row in rows:
-    if "accuracy" not in row:
-      assert row["rewards_missing"] == row["reward_failures"] / 64 > 0.1
-      assert row["grad_norm"] >= 0 and row["skipped_updates"] == 0
-  assert "rewards failed; the first: mine" in capsys.readouterr().out
-  params = hf.load_params(run / "model")
-  assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(params))
-
-
-@pytest.mark.slow
 def test_training_with_a_reward_model(classifier, train_toy, tmp_path):
   settings = {"reward.model": classifier, "reward.model_weight": 2.0}
   settings |= {"reward.weights": "3", "steps": 2, "log.samples_every": 1}

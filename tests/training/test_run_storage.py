@@ -10,6 +10,7 @@ import uuid
 
 import fsspec
 import pytest
+from fsspec.implementations import dirfs
 
 from grpojax.runtime.files import disk, run_storage
 from grpojax.runtime.processes import distributed, interrupts
@@ -31,20 +32,10 @@ def url(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def fs(url):
-  return fsspec.core.url_to_fs(url)[0]
-
-
-@pytest.fixture
-def put(url, fs):
-  """Writes files of the bucket: put(NAME=TEXT), with __ for a slash."""
-  root = fsspec.core.url_to_fs(url)[1]
-
-  def put(**files):
-    for name, text in files.items():
-      fs.pipe_file(f"{root}/{name.replace('__', '/')}", text.encode())
-
-  return put
+def bucket(url):
+  """The files of the run in the bucket."""
+  fs, path = fsspec.core.url_to_fs(url)
+  return dirfs.DirFileSystem(path, fs)
 
 
 def write(directory, **files):
@@ -54,14 +45,8 @@ def write(directory, **files):
     path.write_text(text)
 
 
-def names(url):
-  fs, root = fsspec.core.url_to_fs(url)
-  return sorted(x[len(root) + 1 :] for x in fs.find(root))
-
-
-def read(url, name):
-  fs, root = fsspec.core.url_to_fs(url)
-  return fs.cat_file(f"{root}/{name}").decode()
+def names(bucket):
+  return sorted(bucket.find(""))
 
 
 def refuse(kind, text):
@@ -71,33 +56,33 @@ def refuse(kind, text):
   return refuse
 
 
-def test_files_are_uploaded_and_copied_again(url):
+def test_files_are_uploaded_and_copied_again(url, bucket):
   with opened(url) as (first, sync):
     write(first, metrics="1\n", model__weights="w", _tmp="0")
     write(first, **{"config.json": "{}", ".hidden": "no"})
     sync()
-    assert read(url, "metrics") == "1\n"
+    assert bucket.read_text("metrics") == "1\n"
     (first / "_tmp").unlink()
     write(first, metrics="1\n2\n")
   assert not first.exists()
-  assert names(url) == ["config.json", "metrics", "model/weights"]
+  assert names(bucket) == ["config.json", "metrics", "model/weights"]
   with opened(url) as (second, sync):
     assert (second / "metrics").read_text() == "1\n2\n"
     assert (second / "model" / "weights").read_text() == "w"
-    assert names(url)[0] == ".lock" and len(names(url)) == 4
+    assert names(bucket)[0] == ".lock" and len(names(bucket)) == 4
 
 
-def test_files_that_validate_others_are_uploaded_last(url, fs, monkeypatch):
-  root = fsspec.core.url_to_fs(url)[1]
+def test_files_that_validate_others_are_uploaded_last(url, bucket, monkeypatch):
+  root = bucket.path
   done = []
   for method in ("put_file", "rm_file"):
-    real = getattr(type(fs), method)
+    real = getattr(type(bucket.fs), method)
 
     def spy(self, *args, _real=real, _method=method):
       done.append((_method, args[-1][len(root) + 1 :]))
       return _real(self, *args)
 
-    monkeypatch.setattr(type(fs), method, spy)
+    monkeypatch.setattr(type(bucket.fs), method, spy)
   files = ["summary.json", "lengths.npz", "config.json", "model/a_config.json"]
   files += ["model/config.json", "model/z.safetensors"]
   with opened(url) as (local, sync):
@@ -116,22 +101,22 @@ def test_files_that_validate_others_are_uploaded_last(url, fs, monkeypatch):
   assert sorted(removed) == sorted([*files, ".lock"])
 
 
-def test_checkpoints_stay_on_gs(url, put):
+def test_checkpoints_stay_on_gs(url, bucket):
   checkpoint = "checkpoints/2/_CHECKPOINT_METADATA"
-  put(**{"config.json": "{}", checkpoint: "{}"})
+  bucket.pipe({"config.json": b"{}", checkpoint: b"{}"})
   with opened(url) as (local, _):
     assert not (local / "checkpoints").exists()
     assert str(run_storage.checkpoints(local)) == f"{url}/checkpoints"
     assert str(run_storage.reference(local)) == f"{url}/reference_params"
-  assert names(url) == [checkpoint, "config.json"]
+  assert names(bucket) == [checkpoint, "config.json"]
   assert str(run_storage.origin(local)) == str(local)  # not a copy any more
 
 
-def test_other_directories_are_not_copied(url, fs, put, monkeypatch):
+def test_other_directories_are_not_copied(url, bucket, monkeypatch):
   with pytest.raises(ValueError, match="no model and no run at"):
     run_storage.local(url)
-  put(checkpoints__100__data="terabytes")
-  monkeypatch.setattr(type(fs), "get_file", None)
+  bucket.pipe_file("checkpoints/100/data", b"terabytes")
+  monkeypatch.setattr(type(bucket.fs), "get_file", None)
   with pytest.raises(ValueError, match="has files but no"), opened(url):
     pass
 
@@ -139,9 +124,11 @@ def test_other_directories_are_not_copied(url, fs, put, monkeypatch):
 @pytest.mark.parametrize("kind", [PermissionError, FileNotFoundError])
 @pytest.mark.parametrize("error", [None, SystemExit(75), KeyError("bug")])
 def test_files_stay_if_the_upload_fails(
-  url, fs, kind, error, monkeypatch, capsys
+  url, bucket, kind, error, monkeypatch, capsys
 ):
-  monkeypatch.setattr(type(fs), "put_file", refuse(kind, "expired token"))
+  monkeypatch.setattr(
+    type(bucket.fs), "put_file", refuse(kind, "expired token")
+  )
   with pytest.raises(disk.WriteFailed), opened(url) as (local, _):
     write(local, metrics="1")
     if error:
@@ -150,10 +137,10 @@ def test_files_stay_if_the_upload_fails(
   assert f"files that could not be uploaded are in {local}" in printed
   assert (local / "metrics").read_text() == "1"
   shutil.rmtree(local)
-  assert names(url) == []
+  assert names(bucket) == []
 
 
-def test_a_directory_has_one_process(url, put, monkeypatch):
+def test_a_directory_has_one_process(url, bucket, monkeypatch):
   text = rf"^{url} is in use by process {os.getpid()} on .* gcloud storage rm"
   with opened(url):
     with pytest.raises(ValueError, match=rf"{text} {url}/\.lock$"):
@@ -163,17 +150,17 @@ def test_a_directory_has_one_process(url, put, monkeypatch):
       other.setattr(distributed, "is_main", lambda: False)
       with opened(url):
         pass
-    assert names(url) == [".lock"]
-  assert names(url) == []
+    assert names(bucket) == [".lock"]
+  assert names(bucket) == []
   with opened(url):
-    put(**{".lock": json.dumps({"pid": "another"})})
-  assert "another" in read(url, ".lock")
+    bucket.pipe_file(".lock", json.dumps({"pid": "another"}).encode())
+  assert "another" in bucket.read_text(".lock")
 
 
 @pytest.mark.parametrize("method", ["pipe_file", "find", "put_file"])
-def test_sigterm_leaves_no_lock(method, url, fs, monkeypatch):
+def test_sigterm_leaves_no_lock(method, url, bucket, monkeypatch):
   """During the lock's creation, the download, or the last upload."""
-  real = getattr(type(fs), method)
+  real = getattr(type(bucket.fs), method)
 
   def interrupted(*args, **options):
     signal.raise_signal(signal.SIGTERM)
@@ -181,36 +168,38 @@ def test_sigterm_leaves_no_lock(method, url, fs, monkeypatch):
 
   before = signal.getsignal(signal.SIGTERM)
   with monkeypatch.context() as patch, pytest.raises(interrupts.Left):
-    patch.setattr(type(fs), method, interrupted)
+    patch.setattr(type(bucket.fs), method, interrupted)
     with opened(url) as (local, _):
       assert method == "put_file"
       write(local, metrics="1", samples="2")
-  assert names(url) == ["metrics", "samples"] * (method == "put_file")
+  assert names(bucket) == ["metrics", "samples"] * (method == "put_file")
   assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_lazy_uploads_wait_and_are_tried_again(url, fs, monkeypatch, capsys):
+def test_lazy_uploads_wait_and_are_tried_again(
+  url, bucket, monkeypatch, capsys
+):
   with opened(url) as (local, sync):
     write(local, metrics="1")
     sync(lazily=True)
-    assert names(url) == [".lock"]
+    assert names(bucket) == [".lock"]
     monkeypatch.setattr(run_storage, "PUSH", 0.0)
     sync(lazily=True)
-    assert names(url) == [".lock", "metrics"]
+    assert names(bucket) == [".lock", "metrics"]
     with monkeypatch.context() as broken:
-      broken.setattr(type(fs), "put_file", refuse(OSError, "no network"))
+      broken.setattr(type(bucket.fs), "put_file", refuse(OSError, "no network"))
       write(local, metrics="2")
       sync(lazily=True)
       assert "no network; trying again" in capsys.readouterr().err
       with pytest.raises(disk.WriteFailed, match="cannot be written.*no net"):
         sync()
-  assert read(url, "metrics") == "2"
+  assert bucket.read_text("metrics") == "2"
 
 
-def test_names_outside_of_the_directory_are_refused(url, fs, monkeypatch):
-  root = fsspec.core.url_to_fs(url)[1]
+def test_names_outside_of_the_directory_are_refused(url, bucket, monkeypatch):
+  root = bucket.path
   paths = [f"{root}//tmp/x", f"{root}/config.json"]
-  monkeypatch.setattr(type(fs), "find", lambda *_: paths)
+  monkeypatch.setattr(type(bucket.fs), "find", lambda *_: paths)
   with pytest.raises(ValueError, match="invalid file name"), opened(url):
     pass
 
@@ -231,28 +220,29 @@ def test_other_urls_are_refused(url, wrong, message):
     run_storage.local(wrong)
 
 
-def test_errors_name_the_bucket(url):
+def test_errors_name_the_bucket(url, bucket):
   with pytest.raises(ValueError, match=f"^{url}/x is wrong$"):
     with opened(url) as (local, _):
       write(local, **{"config.json": "{}"})
       raise ValueError(f"{local}/x is wrong")
-  assert names(url) == ["config.json"]
+  assert names(bucket) == ["config.json"]
 
 
-def test_only_changed_files_are_downloaded_again(url, fs, put, monkeypatch):
-  put(**{"config.json": "{}", "pytorch_model.bin": "pickle"}, old="0", log="1")
+def test_only_changed_files_are_downloaded_again(url, bucket, monkeypatch):
+  bucket.pipe({"config.json": b"{}", "pytorch_model.bin": b"pickle"})
+  bucket.pipe({"old": b"0", "log": b"1"})
   copied = []
-  real = type(fs).get_file
+  real = type(bucket.fs).get_file
 
   def spy(self, path, *args):
     copied.append(path.rpartition("/")[2])
     return real(self, path, *args)
 
-  monkeypatch.setattr(type(fs), "get_file", spy)
+  monkeypatch.setattr(type(bucket.fs), "get_file", spy)
   copy = run_storage.local(url)
   assert sorted(copied) == ["config.json", "log", "old"]
-  fs.rm_file(f"{fsspec.core.url_to_fs(url)[1]}/old")
-  put(new="more", log="2")
+  bucket.rm_file("old")
+  bucket.pipe({"new": b"more", "log": b"2"})
   run_storage._cached_copy.cache_clear()
   copied.clear()
   assert run_storage.local(url) == copy

@@ -17,7 +17,7 @@ from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.rewards.pool import all_failures
 from grpojax.training import policies
-from grpojax.training.step import episodes, sampling, scoring
+from grpojax.training.step import sampling, scoring
 from grpojax.training.step.draws import Source, Timer, draw
 
 B = 4
@@ -119,49 +119,32 @@ def rewards(tmp_path):
 
 
 @pytest.fixture
-def settings_of(settings_with):
-  return lambda parts, name: settings_with(
-    sampling__parts=parts,
-    sampling__max_new_tokens=T,
-    reward__functions=(name,),
-    reward__workers=1,
-    batch_size=B,
-    group_size=G,
-    optim__micro_batches=1,
-  )
-
-
-@pytest.fixture
-def scored(tabular, word_policy, one_device):
-  """Returns samples and rewards of prompts of kinds 0 to 3."""
+def scored(tabular, word_policy, one_device, settings_with):
+  """`(function, parts)` -> samples and rewards of prompts of kinds 0 to 3."""
   lm = tabular.lm(B, 7)
-  mesh = one_device
   policy = word_policy(lm)
 
-  def scored(settings, reward_pool, on_call=lambda: None):
+  def scored(function, parts):
+    settings = settings_with(
+      sampling__parts=parts,
+      sampling__max_new_tokens=T,
+      reward__functions=(function,),
+      reward__workers=1,
+      batch_size=B,
+      group_size=G,
+      optim__micro_batches=1,
+    )
     distribution = settings.sampling.distribution
-    program = sampling.sampler_program(settings, policy, G, distribution)
-
-    def called(*args):
-      on_call()
-      return program(*args)
-
-    called = functools.partial(called)
-    sampler = sampling.on_sampling_mesh(called, mesh, mesh)
-    parts = settings.sampling.parts
-    check = lambda: None
-
-    def sample(params, prompts, examples, key, *first, check_signals):
-      sampled = episodes.sampled(sampler(params, prompts, key, *first))
-      yield sampled.rollout
-      return sampled
-
-    source = Source(policy, sample, reward_pool, mesh, check, parts)
+    args = settings, policy, G, distribution, one_device
+    sampler = sampling.make_sampler(*args)
     ids = jnp.arange(B)[:, None]
-    prompts = meshes.place(Prompts(ids, ids >= 0), mesh, "batch")
+    prompts = meshes.place(Prompts(ids, ids >= 0), one_device, "batch")
     table = lm.init(jax.random.key(0))
     timer = Timer()
-    with jax.set_mesh(mesh):
+    pool = scoring.open_reward_pool(settings)
+    with pool as reward_pool, jax.set_mesh(one_device):
+      check = lambda: None
+      source = Source(policy, sampler, reward_pool, one_device, check, parts)
       args = source, table, prompts, EXAMPLES, jax.random.key(1), timer
       samples, rewards, *_ = draw(*args).collect()
     assert list(timer.seconds) == ["rollout", "rewards"]
@@ -172,13 +155,16 @@ def scored(tabular, word_policy, one_device):
 
 @pytest.mark.slow
 def test_rewards_begin_before_the_next_part_is_sampled(
-  scored, settings_of, rewards, monkeypatch
+  scored, rewards, monkeypatch
 ):
   name, begun = rewards
-  settings = settings_of(2, name)
   events = []
   wait = policies.wait
-  monkeypatch.setattr(sampling, "LARGEST_HALVED", 0)  # a part, a program
+  on_sampling_mesh = sampling.on_sampling_mesh
+
+  def recorded(*args):
+    sampler = on_sampling_mesh(*args)
+    return lambda *args: events.append("sampling") or sampler(*args)
 
   def wait_and_record(part, check_signals):
     """Delays the second part until a reward of the first part starts."""
@@ -189,12 +175,12 @@ def test_rewards_begin_before_the_next_part_is_sampled(
     wait(part, check_signals)
     events.append("ready")
 
-  with scoring.open_reward_pool(settings) as reward_pool:
-    monkeypatch.setattr(policies, "wait", wait_and_record)
-    on_call = lambda: events.append("sampling")
-    parts = scored(settings, reward_pool, on_call=on_call)
-    monkeypatch.undo()
-    whole = scored(settings_of(1, name), reward_pool)
+  with monkeypatch.context() as patch:
+    patch.setattr(sampling, "LARGEST_HALVED", 0)  # a part, a program
+    patch.setattr(sampling, "on_sampling_mesh", recorded)
+    patch.setattr(policies, "wait", wait_and_record)
+    parts = scored(name, 2)
+  whole = scored(name, 1)
   assert events == ["sampling", "sampling", "ready", "ready"]
   # Samples, rewards, failures and their order are the same.
   jax.tree.map(np.testing.assert_array_equal, parts[0], whole[0])

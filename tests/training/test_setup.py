@@ -25,6 +25,7 @@ OFF = {
   *(f"difficulty.{x}" for x in ("uniform", "importance_weights")),
   *(f"model.{x}" for x in ("reference_every", "reference_mix")),
   *(f"loss.{x}" for x in ("kl", "entropy_coef_max", "entropy_coef_delta")),
+  *(f"sampling.engine_{x}" for x in ("timeout", "weights")),
 }
 """Settings of features that are off in the toy run and have their own tests."""
 

@@ -14,12 +14,6 @@ from grpojax.runtime.cli.settings import to_config
 from grpojax.training import config as config_module
 from grpojax.training import policies
 from grpojax.training.files import sources
-from grpojax.training.files.sources import (
-  files_of,
-  find_files,
-  find_model,
-  pinned,
-)
 from grpojax.training.run import run_models
 from grpojax.training.settings.run import Facts, completed
 
@@ -31,7 +25,7 @@ ID = "org/tiny"
 @pytest.fixture(scope="module")
 def model():
   """A model directory."""
-  return find_model(config_module.default_config().model.path)
+  return sources.find_model(config_module.default_config().model.path)
 
 
 @pytest.fixture
@@ -54,14 +48,14 @@ def same(a, b):
 
 @pytest.mark.slow
 def test_weights_are_downloaded_later_at_the_same_commit(served, model):
-  opened = policies.open_policy(find_files(ID))
+  opened = policies.open_policy(sources.find_files(ID))
   assert opened.files.name == (ID, COMMIT)
   assert not [f for f in served.fetched() if f.endswith(".safetensors")]
   move(served)
   loaded = policies.with_weights(opened)
   same(loaded.params, policies.load_policy(str(model)).params)
   with pytest.raises(ValueError, match=f"no model at '{ID}@{LATER}'"):
-    find_files(ID)
+    sources.find_files(ID)
   same(policies.load_policy(f"{ID}@{COMMIT}").params, loaded.params)
 
 
@@ -76,9 +70,9 @@ def test_local_paths_take_precedence_over_hub_names(
 ):
   pathlib.Path("org").mkdir()
   pathlib.Path(ID).symlink_to(model)
-  assert find_model(ID).samefile(model)
-  assert find_model(model.name) == model
-  assert find_files(ID).name is None
+  assert sources.find_model(ID).samefile(model)
+  assert sources.find_model(model.name) == model
+  assert sources.find_files(ID).name is None
   assert not served.log
   with pytest.raises(ValueError, match="is for models on the Hub, but"):
     sources.all_commits(settings_with(model__path=ID, model__revision="v1"))
@@ -86,12 +80,12 @@ def test_local_paths_take_precedence_over_hub_names(
 
 def test_errors_for_unknown_paths_and_hub_names(served):
   with pytest.raises(ValueError, match="no such path here, and the Hub shows"):
-    find_model("runs/nothing")
+    sources.find_model("runs/nothing")
   with pytest.raises(ValueError, match="a directory .*or ORG/NAME of the Hug"):
-    find_model("nothing")
+    sources.find_model("nothing")
   served.add("org/gguf", {"model.gguf": b"1", "README.md": b"2"})
   with pytest.raises(ValueError, match="no model at 'org/gguf@main'"):
-    find_model("org/gguf")
+    sources.find_model("org/gguf")
   served.add("org/old", {"pytorch_model.bin": b"1"} | texts(served))
   with pytest.raises(ValueError, match="get the model as safetensors"):
     policies.load_policy("org/old")
@@ -113,9 +107,9 @@ def test_other_programs_accept_hub_names(served, model, tmp_path):
   same(params, whole)
   _, params = run_models.load(f"{ID}@{COMMIT}")
   same(params, whole)
-  assert pinned(ID) == pinned(f"{ID}@main") == f"{ID}@{COMMIT}"
+  assert sources.pinned(ID) == sources.pinned(f"{ID}@main") == f"{ID}@{COMMIT}"
   for path in (model.name, str(model), "gs://a/b", "nothing"):
-    assert pinned(path) == path
+    assert sources.pinned(path) == path
 
 
 LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
@@ -143,7 +137,7 @@ def test_a_config_is_pinned_once(served, settings_with):
   other = settings_with(model__path=ID, model__revision=LATER)
   assert sources.commits_in_use(other, whole.commits) == {}
   assert sources.policy_path(with_commits(other)) == f"{ID}@{LATER}"
-  judge = files_of(whole, "org/judge@v1")
+  judge = sources.files_of(whole, "org/judge@v1")
   assert judge.name == ("org/judge", COMMIT)
 
 

@@ -16,9 +16,10 @@ from grpojax.runtime import compilation
 from grpojax.runtime.text import tokenization
 from grpojax.training import policies
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.step import host, sample_rows, scoring
+from grpojax.training.step import host, sample_rows
 from grpojax.training.step.extensions import diagnosis
 
+pytestmark = pytest.mark.slow
 MERGED = [("a", "b"), ("ab", "a"), ("b", "b")]
 
 
@@ -38,7 +39,6 @@ def ambiguous_tokenizer():
   return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
-@pytest.mark.slow
 def test_completions_are_never_tokenized_again(
   tabular, monkeypatch, settings_with, open_step
 ):
@@ -63,30 +63,19 @@ def test_completions_are_never_tokenized_again(
 
   for name in ("encode", "__call__", "_encode_plus", "batch_encode_plus"):
     monkeypatch.setattr(type(tokenizer), name, refuse, raising=False)
-  seen = []
-  decode = policies.decode
-
-  def spy(policy, samples, *rows):
-    seen.append(jax.device_get(samples))
-    return decode(policy, samples, *rows)
-
-  monkeypatch.setattr(policies, "decode", spy)
   examples = [{"prompt_text": text, "answer": "1"}] * 2
-  with scoring.open_reward_pool(settings) as reward_pool:
-    _, state, step = open_step(
-      settings, policy, params, optax.sgd(0.0), reward_pool
-    )
-    result = host.take_step(step, state, prompts, examples)
-    shown = sample_rows.of_step(settings, policy, result)
+  _, state, step = open_step(settings, policy, params, optax.sgd(0.0))
+  result = host.take_step(step, state, prompts, examples)
+  shown = sample_rows.of_step(settings, policy, result)
   row = result.metrics
   monkeypatch.undo()
   # With a learning rate of 0, the ratio is 1 if the sampled tokens are scored.
   np.testing.assert_allclose([row["ratio_min"], row["ratio_max"]], 1, atol=1e-5)
   # The texts have another tokenization, so the test can fail.
-  (samples,) = seen
   again = [tokenizer.encode(sample["completion"]) for sample in shown]
-  pairs = zip(again, samples.completion_ids[0], strict=True)
-  assert any(ids != sampled[: len(ids)].tolist() for ids, sampled in pairs)
+  samples = result.drawn.batch.rollout.completion_ids[0].tolist()
+  pairs = zip(again, samples, strict=True)
+  assert any(ids != sampled[: len(ids)] for ids, sampled in pairs)
 
 
 def drawn(lm, count):
@@ -100,7 +89,6 @@ def drawn(lm, count):
   return params, samples, jax.random.normal(jax.random.key(2), (count, 4))
 
 
-@pytest.mark.slow
 def test_prompts_with_missing_rewards_are_not_diagnosed(tabular, settings_with):
   settings = settings_with(optim__micro_batches=1, diagnostics__share=0.75)
   lm = tabular.lm(4, 3)
@@ -119,7 +107,6 @@ def test_prompts_with_missing_rewards_are_not_diagnosed(tabular, settings_with):
   assert jnp.isnan(few["c1"])
 
 
-@pytest.mark.slow
 def test_a_diagnosis_does_not_depend_on_micro_batches_and_shards(
   tabular, settings_with
 ):
@@ -162,23 +149,20 @@ def stepper(tiny, settings_with, open_step, word_policy):
   policy = word_policy(tiny.lm, (0, 1))
   examples = [{"prompt_text": "", "answer": "1"}] * rows
   rng = np.random.default_rng(0)
-  with scoring.open_reward_pool(settings) as reward_pool:
-    mesh, *held, step = open_step(
-      settings, policy, tiny.params, optax.adam(1e-3), reward_pool, True
-    )
+  args = settings, policy, tiny.params, optax.adam(1e-3)
+  mesh, *held, step = open_step(*args, reference=True)
 
-    def run(length):
-      ids = rng.integers(2, 11, (rows, columns)).astype(np.int32)
-      prompts = Prompts(ids, np.arange(columns) < np.full((rows, 1), length))
-      prompts = meshes.place(prompts_lib.trim(prompts), mesh, "batch")
-      held[0], row, *_ = host.take_step(step, held[0], prompts, examples)
-      return row
+  def run(length):
+    ids = rng.integers(2, 11, (rows, columns)).astype(np.int32)
+    prompts = Prompts(ids, np.arange(columns) < np.full((rows, 1), length))
+    prompts = meshes.place(prompts_lib.trim(prompts), mesh, "batch")
+    held[0], row, *_ = host.take_step(step, held[0], prompts, examples)
+    return row
 
-    with jax.set_mesh(mesh):
-      yield run
+  with jax.set_mesh(mesh):
+    yield run
 
 
-@pytest.mark.slow
 def test_steps_have_no_implicit_transfers_and_compile_by_shape(
   stepper, monkeypatch
 ):

@@ -40,7 +40,7 @@ CHANGEABLE = (
   r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
   r"(reward|environment)\.(workers|timeout)|mesh\..*|environment\.check|"
   r"optim\.(micro_batches|packing)|model\.(remat|attention|reference)|"
-  r"sampling\.parts|logits_chunk|allow_changed_inputs"
+  r"sampling\.(parts|engine\w*)|logits_chunk|allow_changed_inputs"
 )
 """Settings that may change when a run is resumed."""
 

@@ -29,6 +29,7 @@ class Trouble(NamedTuple):
 
 
 _POSITIVE = 1e-9
+MISMATCH = 0.02  # largest between trainer and rollout, nats per token
 
 STOP_CONDITIONS = {
   "skipped_updates": Trouble(
@@ -58,6 +59,17 @@ STOP_CONDITIONS = {
     "importance weights left at most 10% of the samples effective "
     "(rollout_effective_samples)",
     value=lambda row: 1.0 - float(row.get("rollout_effective_samples", 1)),
+  ),
+  "engine_mismatch": Trouble(
+    MISMATCH,
+    "the engine differs by {:.2g} nats per token",
+    "log-probabilities of engine and trainer differed by more than "
+    f"{MISMATCH} nats per token (rollout_mismatch_mean, which with "
+    "sampling.ahead includes an update)",
+    # Only steps with an engine have seconds_sync.
+    value=lambda row: (
+      "seconds_sync" in row and float(row.get("rollout_mismatch_mean", 0))
+    ),
   ),
 }
 """Stop conditions by NAME, a metric unless `value` is set. A run ends after

@@ -32,7 +32,13 @@ from grpojax.training.run import open_run
 from grpojax.training.run.start import inputs_of
 from grpojax.training.settings.batches import draw_parts, samples_per_step
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import device, host, reference, scoring
+from grpojax.training.step import (
+  device,
+  host,
+  reference,
+  sampling,
+  scoring,
+)
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step.extension import Extension, StepResult
 from grpojax.training.step.extensions import (
@@ -124,7 +130,10 @@ def remaining_steps(
     upcoming = stream.take(number + 1, parts) if ahead else None
     take = functools.partial(stream.take, number)
     with around(number):
-      result = step_of(size)(state, prompts, examples, take, upcoming)
+      try:
+        result = step_of(size)(state, prompts, examples, take, upcoming)
+      except sampling.NoSamples as error:
+        raise Stopped(str(error)) from error
     state = result.state
     now = time.perf_counter()
     # Complete the step's row of metrics, and log it.

@@ -26,6 +26,7 @@ from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
 from grpojax.training.settings.run import Facts, TrainSettings, completed
 from grpojax.training.step import episodes, reference, scoring
+from grpojax.training.step.engine import sampler as engine
 from grpojax.training.step.extension import Inputs, extended
 from grpojax.training.step.extensions import (
   difficulty,
@@ -33,7 +34,7 @@ from grpojax.training.step.extensions import (
   open_extensions,
 )
 from grpojax.training.step.run import Run
-from grpojax.training.step.sampling import make_sampler
+from grpojax.training.step.sampling import NoSamples, make_sampler
 
 LARGE = 50_000_000  # number of parameters from which learning rates are checked
 FAR = 50  # a warning is printed from this factor above the usual learning rate
@@ -77,6 +78,11 @@ def check(
   reward_pool = stack.enter_context(
     scoring.open_reward_pool(settings, reward_model)
   )
+  if settings.sampling.engine:
+    try:
+      engine.open_servers(settings, directory, check_signals)
+    except NoSamples as error:
+      raise ValueError(str(error)) from error
   environment = reward_pool.environment
   if environment is not None:
     first = run.train.examples[0]
@@ -187,6 +193,7 @@ def inputs_of(
     run.ref_params,
     run.reward_pool,
     run.train.examples,
+    run.directory,
     check_signals,
   )
 

@@ -113,6 +113,8 @@ def _sampling_needs(s: TrainSettings) -> Needs:
   else:
     why = "these devices would be idle in updates: sampling.ahead = 1"
     yield {"mesh.sampling_devices": 0}, why
+  if s.sampling.engine:
+    yield from _engine_needs(s)
   if s.group_size == AUTO:
     why = "group_size = 'auto' minimises the error of a gradient in which all "
     why += "completions have equal weight: a number for group_size"
@@ -123,6 +125,18 @@ def _sampling_needs(s: TrainSettings) -> Needs:
     why = "group_size = 'auto' needs rewards that depend on one completion, as "
     why += "in the diagnosis: a number for group_size"
     yield {"reward.length_penalty": 0}, why
+
+
+def _engine_needs(s: TrainSettings) -> Needs:
+  why = "needs our own sampler: sampling.engine = ()"
+  ours = {"sampling.stop": (), "reward.on_device": False}
+  ours |= {"environment.path": "", "environment.tools": ()}
+  ours |= {"loss.router_replay": False, "mesh.sampling_devices": 0}
+  formats = ("sampling.weights_dtype", "sampling.cache_dtype")
+  yield ours | dict.fromkeys(formats, "model"), why
+  if s.sampling.distribution.top_p < 1:
+    why = "vLLM cuts by min_p before top_p, grpojax after: sampling.top_p = 1"
+    yield {"sampling.min_p": 0}, why
 
 
 Rows = Iterator[tuple[str, str]]
@@ -146,6 +160,10 @@ def _texts(s: TrainSettings) -> Rows:
     yield "lora.targets", f"is not a regular expression: {error}"
   if not tokenization.is_template(s.data.template):
     yield "data.template", tokenization.TEMPLATE
+  urls = s.sampling.engine
+  servers = [re.fullmatch(r"https?://[^/\s?#]+", str(url)) for url in urls]
+  if not all(servers) or len(set(urls)) < len(urls):
+    yield "sampling.engine", "must be different addresses, http://HOST:PORT"
   stop = s.sampling.stop
   prompt = s.model.reference_prompt
   if not all(isinstance(x, str) and x for x in stop):
@@ -201,7 +219,11 @@ def _loss(s: TrainSettings) -> Rows:
     remedy += "ratios already correct for the sampler: use loss.old_logprobs = "
     yield "loss.correction", f"{remedy}'trainer', or no correction"
   off_policy = off_policy_conflicts(
-    loss, s.optim.update, s.sampling.distribution, s.sampling.ahead
+    loss,
+    s.optim.update,
+    s.sampling.distribution,
+    s.sampling.ahead,
+    s.sampling.engine,
   )
   for name, remedy in off_policy.items():
     yield name if name == "advantage" else f"loss.{name}", remedy

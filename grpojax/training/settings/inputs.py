@@ -182,6 +182,19 @@ class SamplingSettings:
     "score them during the update (needs loss.correction); 0 = off",
     within="[0, 1]",
   )
+  engine: tuple[Any, ...] = option(
+    (),
+    "vLLM servers that sample, each http://HOST:PORT (needs loss.correction, "
+    "which without --config is then token_truncate); () = none",
+  )
+  engine_weights: str = option(
+    "",
+    "directory for the weights that the servers load, which must see it under "
+    'the same path; "" = engine/ in the run directory',
+  )
+  engine_timeout: float = positive(
+    600.0, "seconds a server may take to answer, or to come back"
+  )
 
 
 @frozen_options

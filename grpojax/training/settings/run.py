@@ -163,6 +163,12 @@ class StopSettings:
     "maximum steps in a row in which importance weights leave at most 10% of "
     "the samples effective (rollout_effective_samples); 0 = no limit",
   )
+  engine_mismatch: int = not_negative(
+    1,
+    "maximum steps in a row in which log-probabilities of sampling.engine and "
+    "trainer differ by over 0.02 nats per token (rollout_mismatch_mean); 0 = "
+    "no limit",
+  )
   no_improvement: int = not_negative(
     0, "maximum evaluations in a row without a higher accuracy; 0 = no limit"
   )

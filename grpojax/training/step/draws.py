@@ -129,10 +129,9 @@ def draw(
       *(source.reward_pool, examples, submitted, check, source.keeps_texts)
     )
     timer("rewards")
-    if source.reward_pool.environment is not None:
-      before = timer.seconds.get("environment", 0.0)  # from earlier draws
-      waited = sum(part.seconds for part in sampled)
-      timer.seconds["environment"] = before + waited
+    for part in sampled:
+      for name, seconds in part.seconds.items():
+        timer.seconds[name] = timer.seconds.get(name, 0.0) + seconds
     rollouts = [part.rollout for part in sampled]
     rollout = rollouts[0] if parts == 1 else sampling.join(rollouts)
     return Draw(

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,8 @@ class Sampled(NamedTuple):
   read: dict[str, Array | None]  # arrays for rewards, whole on each device
   # [B][G], for this process's prompts; None without an environment
   transcripts: list[list[Transcript]] | None = None
-  seconds: float = 0.0  # time spent waiting for environments
+  # Seconds spent by the host, by name, such as waiting for environments
+  seconds: Mapping[str, float] = {}
 
 
 def sampled(rollout: Rollout, *records: Any) -> Sampled:
@@ -243,7 +244,8 @@ def make_player(
     for i, group in zip(table.prompts, table.transcripts, strict=True):
       for row in group:
         row["prompt"] = examples[i]["prompt_text"]
-    return sampled(rollout, table.transcripts, table.seconds)
+    times = {"environment": table.seconds}
+    return sampled(rollout, table.transcripts, times)
 
   return player
 

@@ -1,5 +1,6 @@
 """Types of the extensions of a training step (`extensions`)."""
 
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Inputs(NamedTuple):
   ref_params: Params | None = None  # a fixed reference
   reward_pool: RewardPool | None = None  # None with reward.on_device
   examples: Any = ()  # training examples
+  directory: pathlib.Path | None = None  # of the run
   # May raise. It is called repeatedly until the update, and with
   # `together=True` in all processes between the parts of a step.
   check_signals: Callable[..., None] = lambda together=False: None

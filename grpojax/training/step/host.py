@@ -12,6 +12,7 @@ same parameters, and computes their rewards during the update:
     host                 | text, rewards s+1  |
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from grpojax.training.settings.batches import own_sampling_mesh
 from grpojax.training.step import draws, reference, sampling, scoring
 from grpojax.training.step.batch import make_batch_program, plan_packing
 from grpojax.training.step.draws import Draw, Examples, Timer
+from grpojax.training.step.engine import sampler as engine
 from grpojax.training.step.extension import (
   Context,
   Drawn,
@@ -95,16 +97,21 @@ def open_step(
   ref_lm = policy.teacher and policy.teacher.lm
   mesh = inputs.mesh
   sampling_mesh = own_sampling_mesh(settings, mesh)
-  sampler = sampling.make_sampler(
-    settings,
-    policies.sampled_by(policy, settings.loss),
-    group_size,
-    settings.sampling.distribution,
-    mesh,
-    inputs.reward_pool.environment,
-    sampling_mesh=sampling_mesh,
-    budgets=budgets,
-  )
+  if settings.sampling.engine:
+    sampler = engine.make_sampler(
+      settings, policy, group_size, inputs.directory, mesh
+    )
+  else:
+    sampler = sampling.make_sampler(
+      settings,
+      policies.sampled_by(policy, settings.loss),
+      group_size,
+      settings.sampling.distribution,
+      mesh,
+      inputs.reward_pool.environment,
+      sampling_mesh=sampling_mesh,
+      budgets=budgets,
+    )
   source = draws.Source(
     policy,
     sampler,
@@ -185,7 +192,10 @@ def take_step(
   updating.set()
   state, update_metrics = update(step, state, batch)
   # Compute the next step's rewards while the devices update.
-  pending = ahead.collect() if ahead else None
+  pending = None
+  # If it fails, the next step draws these samples itself, or stops the run.
+  with contextlib.suppress(sampling.NoSamples):
+    pending = ahead.collect() if ahead else None
   metrics = {
     **meshes.fetch(batch_metrics | update_metrics),
     **drawn.metrics,

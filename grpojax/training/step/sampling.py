@@ -31,6 +31,11 @@ LARGEST_HALVED = 32 * 2**20
 """Maximum bytes of weights for sampling in halves. Larger weights keep several
 cores busy in one program, and the two halves would read them twice."""
 
+
+class NoSamples(Exception):
+  """Raised by a sampler that has no samples; a run stops with the message."""
+
+
 Program = Callable[..., Rollout]
 """`(params, prompts, key, *first_prompt) -> Rollout`; `first_prompt`, 0 by
 default, is the index of the first prompt among all prompts with this key."""

@@ -1,0 +1,146 @@
+"""HTTP requests to a vLLM server, and the weights that it serves."""
+
+import functools
+import http.client
+import json
+import pathlib
+import threading
+import urllib.error
+import urllib.request
+from typing import Any, NamedTuple
+
+from grpojax.training.step.engine import messages
+
+LARGEST = 2**30  # bytes of an answer
+INITIAL = "default"  # version of the weights that a server starts with
+
+ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+WHOLE = (
+  messages.GENERATE,  # its completions name the version of their weights
+  *("/pause", "/collective_rpc", "/update_weight_version", "/resume"),
+  "/weight_info",
+)
+
+# Servers are in the same network, so requests do not go through a proxy.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Unanswered(Exception):
+  """Raised if a server cannot be reached, or fails: the request is repeated."""
+
+
+class Refused(Exception):
+  """Raised if a server refuses a request, with its reason."""
+
+
+FAILURES = Unanswered, Refused, messages.Stale, messages.Invalid
+
+
+class Server(NamedTuple):
+  """A vLLM server."""
+
+  url: str
+  path: str  # endpoint that samples
+  base: str  # name of the base model
+  lock: threading.Lock
+
+
+class Weights(NamedTuple):
+  """Weights in a directory that the servers can read."""
+
+  version: str  # also the name of an adapter
+  directory: pathlib.Path
+  is_adapter: bool
+
+
+def call(url: str, path: str, value: Any = None, timeout: float = 60) -> bytes:
+  """Sends a GET request, or a POST with a JSON `value`; returns the answer."""
+  data = None if value is None else json.dumps(value).encode()
+  headers = {"Content-Type": "application/json"}
+  request = urllib.request.Request(url + path, data, headers)
+  try:
+    with _OPENER.open(request, timeout=timeout) as answer:
+      text = answer.read(LARGEST + 1)
+  except urllib.error.HTTPError as error:
+    with error:
+      reason = error.read(500).decode(errors="replace")
+    kind = Refused if error.code < 500 and error.code != 429 else Unanswered
+    raise kind(f"{url}{path}: HTTP {error.code}: {reason}") from None
+  except (OSError, http.client.HTTPException) as error:
+    why = getattr(error, "reason", None) or error
+    raise Unanswered(f"{url}{path}: {why}") from None
+  if len(text) > LARGEST:
+    raise messages.Invalid(f"{url}{path}: an answer over {LARGEST} bytes")
+  return text
+
+
+def opened(url: str, adapters: bool) -> Server:
+  """Returns a server.
+
+  Raises Refused if it lacks an endpoint, or if adapters would be added to the
+  weights of another run.
+  """
+  api = messages.parse(call(url, "/openapi.json"))
+  paths = messages.field(api, "paths", dict)
+  path = messages.GENERATE
+  if adapters and path not in paths:
+    path = messages.COMPLETIONS
+  missing = {*(ADAPTERS if adapters else WHOLE), path} - set(paths)
+  if missing:
+    text = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (adapters)"
+    if not adapters:
+      text = "--enable-scale-out and VLLM_SERVER_DEV_MODE=1 (all weights)"
+    raise Refused(
+      f"{url} has no {', '.join(sorted(missing))}: start vLLM with {text}; see "
+      "docs/engines.md"
+    )
+  if adapters and "/weight_info" in paths and _version(url) != INITIAL:
+    raise Refused(f"{url} has weights of another run: start vLLM again")
+  for name, parent in _models(url).items():
+    if not parent:
+      return Server(url, path, name, threading.Lock())
+  raise messages.Invalid(f"{url}/v1/models names no base model")
+
+
+def _models(url: str) -> dict[str, Any]:
+  """Maps the names of a server's models to their base models, if any."""
+  models = messages.parse(call(url, "/v1/models"))
+  rows = messages.field(models, "data", list)
+  return {messages.field(row, "id", str): row.get("parent") for row in rows}
+
+
+def _version(url: str) -> str:
+  """Returns the version of the base model's weights."""
+  info = messages.parse(call(url, "/weight_info"))
+  return messages.field(info, "weight_version", str)
+
+
+def has(at: Server, weights: Weights) -> bool:
+  """Returns True if a server serves the weights."""
+  if weights.is_adapter:
+    return weights.version in _models(at.url)
+  return _version(at.url) == weights.version
+
+
+def load(at: Server, weights: Weights, timeout: float) -> None:
+  """Loads the weights, unless the server has them already."""
+  if has(at, weights):
+    return
+  post = functools.partial(call, at.url, timeout=timeout)
+  path = str(weights.directory)
+  if weights.is_adapter:
+    adapter = {"lora_name": weights.version, "lora_path": path}
+    post("/v1/load_lora_adapter", adapter)
+    return
+  # Requests wait while the server is paused.
+  reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+  post("/pause?mode=wait", {})
+  post("/collective_rpc", reload)
+  post("/update_weight_version", {"new_version": weights.version})
+  post("/resume", {})
+
+
+def unload(at: Server, weights: Weights) -> None:
+  """Unloads an adapter that is no longer used, if the server has it."""
+  if weights.is_adapter and has(at, weights):
+    call(at.url, "/v1/unload_lora_adapter", {"lora_name": weights.version})
