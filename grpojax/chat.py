@@ -37,7 +37,6 @@ from grpojax.runtime.terminal.screen import printable
 from grpojax.training import policies
 from grpojax.training.config import SETTINGS, from_config
 from grpojax.training.data import prompts, splits
-from grpojax.training.policies import Policy
 from grpojax.training.run import memory, run_models
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes, sample_rows, sampling, scoring
@@ -129,14 +128,14 @@ class Speaker(NamedTuple):
   """Model with its sampler and reward functions."""
 
   settings: TrainSettings
-  policy: Policy
+  policy: policies.Policy
   params: Params
   sampler: Callable[..., Any]  # from `step.sampling.make_sampler`
   reward_pool: scoring.RewardPool | None = None  # None to compute no rewards
 
 
 def _fit_prompt(
-  settings: TrainSettings, policy: Policy, example: dict[str, Any]
+  settings: TrainSettings, policy: policies.Policy, example: dict[str, Any]
 ) -> TrainSettings:
   """Doubles data.max_prompt_length until the example's prompt fits.
 

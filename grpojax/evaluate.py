@@ -21,7 +21,6 @@ from --compare. With data.too_long=drop, problems must fit both models.
 """
 
 import contextlib
-import functools
 import sys
 from typing import Any
 
@@ -111,8 +110,6 @@ def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
 
 
 def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
-  """Returns the settings, the flags and the values of k."""
-
   def parse(default=None, reads=READS):
     return command_line.parse(
       argv, FLAGS, SETTINGS, __doc__, default, "model", reads
@@ -138,7 +135,6 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
 def _load(
   settings: TrainSettings, flags: ConfigDict
 ) -> tuple[_Models, list[evaluation.HeldOut]]:
-  """Loads the models and their held-out problems."""
   names = [name for name in (flags.model, flags.compare) if name]
   models = []
   for name in names:
@@ -188,7 +184,6 @@ def _evaluate(
         for (policy, _), problems in zip(models, held_out, strict=True):
           example = problems.batches[0][1][0]
           episodes.check(settings, policy, environment, example)
-    shown = screen.Screen(settings.log.every)
     for (policy, params), problems in zip(models, held_out, strict=True):
       sampler = sampling.make_sampler(
         settings, policy, count, distribution, environment=environment
@@ -199,7 +194,7 @@ def _evaluate(
         params,
         problems.batches,
         settings.steps,
-        on_progress=functools.partial(shown.evaluated, total=problems.count),
+        on_progress=screen.progress(problems.count, settings.log.every),
       )
       if result.failures:
         print(evaluation.failed(result.failures))
@@ -236,7 +231,6 @@ def main(argv: list[str]) -> None:
 
 
 def _results(flags: ConfigDict, values: _Values) -> dict[str, Any]:
-  """Returns the metrics of one or two models for JSON."""
   results = {"model": flags.model} | evaluation.numbers(values[0])
   if flags.compare:
     numbers = evaluation.numbers(values[1])
@@ -247,7 +241,6 @@ def _results(flags: ConfigDict, values: _Values) -> dict[str, Any]:
 
 
 def _report(flags: ConfigDict, values: _Values) -> None:
-  """Prints the metrics of one or two models."""
   count = len(next(iter(values[0].values())))
   if flags.compare:
     print(f"{flags.model} (model) and {flags.compare} (compare):")

@@ -27,7 +27,6 @@ SETTINGS = None
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Separates runs from flags."""
   runs = []
   flags = []
   for before, word in zip(["", *argv], argv, strict=False):

@@ -313,7 +313,6 @@ def _run(names: Sequence[str], rows: list[Row], **options: Any) -> None:
 
 
 def _parse(argv: list[str]) -> tuple[Any, list[str]]:
-  """Returns the flags and the names of the checks to run."""
   _, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
   disk.check_file(pathlib.Path(flags.out) / "selfcheck.md", "--out")
   if unknown := [name for name in flags.skip if name not in CHECKS]:

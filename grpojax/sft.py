@@ -37,7 +37,6 @@ from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Tokens
 from grpojax.data import datasets
 from grpojax.data import texts as texts_lib
-from grpojax.data.texts import Rows, pack
 from grpojax.models import huggingface as hf
 from grpojax.models.transformer import transformer
 from grpojax.runtime import compilation
@@ -259,7 +258,7 @@ def make_tx(config: ConfigDict) -> optax.GradientTransformation:
 def make_step(lm, tx):
   """Compiles `(params, opt_state, rows) -> (params, opt_state, loss)`."""
 
-  def loss_fn(params, rows: Rows):
+  def loss_fn(params, rows: texts_lib.Rows):
     n = rows.ids.shape[0]
     # Rows are completions of an empty prompt.
     tokens = Tokens(
@@ -287,7 +286,7 @@ def fit(config: ConfigDict, lm, params, stream):
   opt_state = tx.init(params)
   step = make_step(lm, tx)
   steps = config.steps
-  batches = pack(stream, config.rows, config.row_length)
+  batches = texts_lib.pack(stream, config.rows, config.row_length)
   losses = []
   began = time.perf_counter()
   for i, rows in enumerate(itertools.islice(batches, steps), 1):
@@ -331,7 +330,7 @@ def start(config: ConfigDict, source: pathlib.Path):
     params = lm.init(seed_key(config.seed))
   set_format(source, tokenizer, config)
   stream, ahead = itertools.tee(texts(config, tokenizer, examples))
-  next(pack(ahead, 4 * config.rows, config.row_length))
+  next(texts_lib.pack(ahead, 4 * config.rows, config.row_length))
   return lm, params, stream
 
 

@@ -21,7 +21,7 @@ from grpojax.training.config import default_config, from_config
 from grpojax.training.files import run_directory
 from grpojax.training.files.sources import files_of
 from grpojax.training.run import run_models, setup
-from grpojax.training.settings.optimizer import optimizer
+from grpojax.training.run.setup import optimizer
 
 MODEL = "arithmetic-instruct"
 
@@ -130,7 +130,7 @@ def test_export_copies_a_model_that_is_not_a_run(tmp_path, capsys):
 )
 def test_bad_requests(run, tmp_path, words, message, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  run_directory.open_run("EMPTY", from_config(default_config()))
+  run_directory.open_run(pathlib.Path("EMPTY"), from_config(default_config()))
   pathlib.Path("RUN").symlink_to(run.path)
   with pytest.raises(SystemExit, match=f"error: .*{message}"):
     export.main([*words, "--out=out"])

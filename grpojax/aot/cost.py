@@ -105,7 +105,6 @@ def _loop(
 def _instruction(
   walk: _Walk, computation: Computation, i: Instruction
 ) -> InstructionCost:
-  """Returns the costs of an instruction that runs no other computation."""
   inside = memory.contents(walk.module, computation, i)
   sent, repeated = collectives.find(
     walk.module, inside, walk.trips, walk.chains

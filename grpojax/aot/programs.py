@@ -22,13 +22,10 @@ from grpojax.runtime.files import gguf_directory, hub
 from grpojax.training import policies
 from grpojax.training.data import prompts, splits
 from grpojax.training.files import sources
-from grpojax.training.files.sources import find_model
 from grpojax.training.policies import Policy
 from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
-from grpojax.training.settings.facts import Facts, completed
-from grpojax.training.settings.optimizer import optimizer
-from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.settings.run import AUTO, Facts, TrainSettings, completed
 from grpojax.training.step import device, host, sampling
 from grpojax.training.step.batch import aggregation, make_batch_program
 from grpojax.training.step.extension import Inputs
@@ -53,7 +50,7 @@ def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
   ValueError if the file is missing or does not describe a model.
   """
   if not os.path.isfile(path) or gguf_directory.is_named(path):
-    path = find_model(path, hub.CONFIG)
+    path = sources.find_model(path, hub.CONFIG)
   return hf.read_config(path, ignore_keys)
 
 
@@ -138,7 +135,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
     params = sharding.placed(adapters, mesh)
     if moving_reference.follows_policy(settings):
       ref_params = params
-  tx = optimizer(settings)
+  tx = setup.optimizer(settings)
   state = jax.eval_shape(lambda p: setup.first_state(settings, tx, p), params)
   auto = settings.group_size == AUTO
   group_size = settings.auto_group_size.start if auto else settings.group_size
@@ -190,7 +187,9 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   state = run.state
   policy = run.policy
   shardings = jax.tree.map(lambda x: x.sharding, state)
-  inputs = Inputs(settings, policy, optimizer(settings), shardings, run.mesh)
+  inputs = Inputs(
+    settings, policy, setup.optimizer(settings), shardings, run.mesh
+  )
   if name == "step":
     with jax.set_mesh(run.mesh):
       program = device.step_program(inputs, run.group_size)

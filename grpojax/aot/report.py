@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from grpojax.aot import chips, cost, hlo, programs, roofline, topology
-from grpojax.aot.chips import Chip
 from grpojax.aot.topology import Machine
 from grpojax.core import meshes
 from grpojax.models.config import parameter_shapes
@@ -40,7 +39,7 @@ class Part(NamedTuple):
 
 
 def compile_part(
-  lowered: jax.stages.Lowered, chip: Chip, trips: int, runs: int = 1
+  lowered: jax.stages.Lowered, chip: chips.Chip, trips: int, runs: int = 1
 ) -> Part:
   """Compiles a program and estimates its costs.
 

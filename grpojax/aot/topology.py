@@ -101,7 +101,6 @@ def parse(name: str) -> tuple[str, int]:
 
 
 def _gpus(kind: str, count: int) -> dict[str, Any]:
-  """Describes `count` GPUs of a node."""
   figures = dict(zip(_COLUMNS, _GPUS[kind], strict=True))
   figures["memory"] = round(CHIPS[kind].hbm_bytes / POOL)
   figures["bandwidth"] = round(CHIPS[kind].hbm_bandwidth)

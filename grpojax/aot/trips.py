@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from grpojax.aot.hlo import Computation, Instruction, Module
 
-State = dict[int, int]
-"""Known elements of a loop's state, by index."""
+State = dict[int, int]  # known elements of a loop's state, by index
 
 MOST = 2**20  # maximum number of iterations to follow
 _KNOWN = r'"known_trip_count":\{"n":"(\d+)"\}'

@@ -27,7 +27,6 @@ PARTS = {
 
 
 def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
-  """Returns an iterator over the metrics of a workload's steps."""
   workload = workloads.WORKLOADS[name]
   with command_line.usage_errors(), tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "config.json")

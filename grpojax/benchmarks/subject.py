@@ -23,7 +23,6 @@ from grpojax.core.types import LM, Params, Prompts
 from grpojax.models import lora
 from grpojax.runtime.text import tokenization
 from grpojax.training.run import setup
-from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.step import device, host, reference, scoring
 from grpojax.training.step.extension import Inputs
 
@@ -44,8 +43,6 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 
 def _random(lm: LM, shapes: PyTree, key: Array) -> Params:
-  """Draws random weights with these shapes and shardings."""
-
   def init(key):
     params = lm.init(key)
     return jax.tree.map(lambda x, s: x.astype(s.dtype), params, shapes)
@@ -81,7 +78,7 @@ def with_arrays(run: programs.Run) -> programs.Run:
     ref_params = jax.tree.map(jnp.copy, params)
   if ref_params:
     ref_params = reference.to_memory(ref_params, settings.model.reference)
-  tx = optimizer(settings)
+  tx = setup.optimizer(settings)
   first_state = lambda params: setup.first_state(settings, tx, params)
   state = jax.jit(first_state, out_shardings=shardings)(params)
   return run._replace(policy=policy, state=state, ref_params=ref_params)
@@ -115,7 +112,7 @@ def steps(
   settings = run.settings
   shardings = jax.tree.map(lambda x: x.sharding, run.state)
   inputs = Inputs(
-    *(settings, run.policy, optimizer(settings), shardings, run.mesh),
+    *(settings, run.policy, setup.optimizer(settings), shardings, run.mesh),
     ref_params=run.ref_params,
   )
   examples = [{"prompt_text": ""}] * run.prompts

@@ -67,7 +67,6 @@ _SMOLLM2 = {
 
 
 def _turns(turns: int, tokens: int, observed: int) -> dict[str, Any]:
-  """Returns the settings of an environment with several turns."""
   return {
     "environment.path": f"{__name__}:ENVIRONMENT",
     "environment.options": {"tokens": observed},

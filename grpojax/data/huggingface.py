@@ -50,7 +50,6 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
 
 
 def _table(path: str, configuration: str, revision: str, name: str) -> Any:
-  """Loads a split as the library's table."""
   try:
     import datasets
   except ImportError as error:

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpojax.data import rows as rows_lib
-from grpojax.data.rows import Labelled, Row
 
 
-def rows(file: pathlib.Path, columns: Any = ()) -> Iterator[Labelled]:
+def rows(file: pathlib.Path, columns: Any = ()) -> Iterator[rows_lib.Labelled]:
   """Yields a label and the object of each line; `columns` are ignored."""
   del columns
   with open(file, "rb") as lines:
@@ -40,7 +39,7 @@ def _format_advice(line: bytes) -> str:
   return f"; if this file is {kind}, convert it to JSONL: one object per line"
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> Row:
+def unique_keys(pairs: list[tuple[str, Any]]) -> rows_lib.Row:
   """Converts a JSON object's pairs to a dict; ValueError for a repeated key."""
   row = dict(pairs)
   if len(row) < len(pairs):
@@ -59,7 +58,7 @@ _DECODER = json.JSONDecoder(
 )
 
 
-def _object(line: bytes) -> Row:
+def _object(line: bytes) -> rows_lib.Row:
   try:
     row = _DECODER.decode(line.decode())
   except json.JSONDecodeError as error:

@@ -274,7 +274,6 @@ def load(
 def _files(
   path: str | os.PathLike, split: str, share: int | float, kind: str
 ) -> Sequence[pathlib.Path]:
-  """Returns the files with the rows of a split."""
   if not str(path):
     raise ValueError(
       f"the data set {kind} needs data.path (data.mixture.NAME.path in a "

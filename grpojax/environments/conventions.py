@@ -192,7 +192,6 @@ def _from_gymnasium(
 
 
 def _from_object(subject: str, target: Any, options: dict) -> HostEnvironment:
-  """Returns the environment of a module or object."""
   reset = getattr(target, "reset", lambda: Step())
   step = getattr(target, "step", None)
   if not callable(step):
@@ -241,7 +240,6 @@ def _from_class(
   use_tools: Callable[[str, Functions], Step],
   form: str,
 ) -> HostEnvironment:
-  """Returns the environment of a class like gymnasium's or TRL's."""
   _check(subject, kind, options)
   methods = dict(inspect.getmembers(kind, inspect.isroutine))
   excluded = ("reset", "get_reward", "close")
@@ -296,7 +294,6 @@ def _from_class(
 
 
 def _read(value: Any) -> Step:
-  """Converts the result of a class's `reset` or `step` to a Step."""
   if is_step(value):
     value = Step(**value)
   elif _is_result(value):

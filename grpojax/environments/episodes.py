@@ -17,8 +17,7 @@ from jaxtyping import Array, Int
 from grpojax.core import meshes
 from grpojax.core.types import Params, Prompts, Rollout
 
-TOKENS = 32
-"""Maximum tokens per row in a chunk."""
+TOKENS = 32  # maximum tokens per row in a chunk
 
 BLOCKS = (32, 128)
 """Compiled sizes of a forward pass over observations, in tokens per row."""
@@ -51,12 +50,6 @@ class Programs(NamedTuple):
   decode: Callable  # `(params, rows, over, finished) -> rows`
   feed: Callable  # `(params, rows, ids, lengths, complete) -> rows`
   finish: Callable  # `(rows, finished, rewards) -> Rollout`
-
-
-def _block(tokens: int) -> int:
-  """Returns the larger block size if three small blocks are too few."""
-  small, large = BLOCKS
-  return small if tokens <= 3 * small else large
 
 
 def play(
@@ -145,7 +138,8 @@ def _feed(programs, params, rows, observed):
     return rows
   *shape, most = rows.turns.shape
   longest = max(map(len, observed.values()))
-  size = _block(min(longest, most))
+  small, large = BLOCKS
+  size = small if min(longest, most) <= 3 * small else large
   for start in range(0, max(longest, 1), size):
     ids = np.zeros((*shape, size), np.int32)
     count = np.zeros(shape, np.int32)

@@ -25,11 +25,7 @@ GROUPS = (
     "Mean and spread of each function; missing values are left out.",
     r"(rewards|logged)/.*/.*",
   ),
-  Group(
-    "By data set",
-    "Metrics of each data set of the mixture.",
-    r".*/.*",
-  ),
+  Group("By data set", "Metrics of each data set of the mixture.", r".*/.*"),
   Group(
     "Groups and prompts",
     "A group whose rewards are all equal teaches nothing.",

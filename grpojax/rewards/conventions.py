@@ -45,8 +45,7 @@ _NO_COLUMNS = ("prompt", READ, "completion", *_TRL_ARGUMENTS)
 # Columns that the run adds to examples later.
 _LATER = "prompt_text completion_length max_completion_length finished".split()
 
-Item = tuple[str, str, dict[str, Any]]
-"""(prompt text, completion, example)."""
+Item = tuple[str, str, dict[str, Any]]  # (prompt text, completion, example)
 
 
 class _Function(NamedTuple):
@@ -244,10 +243,3 @@ def check_columns(
         f" {', '.join(sorted(example))}: add the column, or set a constant with"
         f" reward.options.{name.rpartition(':')[2]}.{key}=..."
       )
-
-
-def wants(reward: Callable[..., Any], name: str) -> bool:
-  """Returns True if a `Trl` function has a parameter `name` (IDS or STATE)."""
-  return isinstance(reward, Trl) and (
-    reward.takes is None or name in reward.takes
-  )

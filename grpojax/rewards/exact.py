@@ -25,9 +25,7 @@ def spellings(answer: str | int | float) -> tuple[str, str]:
     return answer, answer
   sign, digits, decimals = number.groups()
   digits = digits.replace(",", "")
-  first = len(digits) % 3 or 3
-  thousands = [digits[i : i + 3] for i in range(first, len(digits), 3)]
-  grouped = ",".join([digits[:first], *thousands])
+  grouped = ",".join(re.findall("[0-9]{1,3}", digits[::-1]))[::-1]
   return sign + digits + decimals, sign + grouped + decimals
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from grpojax.core.types import Rollout
 from grpojax.data.examples import MARK
 from grpojax.rewards.exact import spellings
+from grpojax.runtime.text import tokenization
 
 _UNICODE = 0x110000  # number of Unicode code points
 
@@ -114,11 +115,7 @@ def _token_texts(tokenizer: Any) -> list[str]:
     raise _unfit('"#" is not one token')
   for token in range(max(tokenizer.get_vocab().values()) + 1):
     # Decoders may trim the ends of a text, so the token stands in the middle.
-    around = tokenizer.decode(
-      [*ids, token, *ids],
-      skip_special_tokens=False,
-      clean_up_tokenization_spaces=False,
-    )
+    around = tokenization.decode(tokenizer, [*ids, token, *ids])
     text = around[1:-1]
     if around != f"#{text}#" or "\ufffd" in text:
       raise _unfit(f"token {token} between two # is decoded as {around!r}")

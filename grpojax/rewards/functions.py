@@ -12,7 +12,6 @@ from typing import Any
 
 from grpojax.rewards import conventions
 from grpojax.runtime.processes import user_calls
-from grpojax.runtime.processes.user_calls import nearest
 
 BUILT_IN = {
   "exact_answer": "exact",
@@ -22,7 +21,7 @@ BUILT_IN = {
   "length": "length",
   "overlong": "length",
   "unfinished": "length",
-  "environment": "environment",
+  "environment": "functions",
 }
 """Built-in rewards and their modules in `grpojax.rewards`."""
 
@@ -61,6 +60,19 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   return reward
 
 
+def environment(
+  prompt: str, completion: str, example: dict[str, Any]
+) -> dict[str, float] | None:
+  """Returns the summed rewards of an environment's turns and numbers to log.
+
+  None if the environment failed.
+  """
+  if example.get("episode_error"):
+    return None
+  score = float(sum(example["turn_rewards"]))
+  return {**example["episode_info"], "score": score}
+
+
 def workers_for(names: Sequence[str], workers: int) -> int:
   """Returns the number of workers, at least 1 if Math-Verify may be used."""
   return workers or int(any(name in READ_ANSWERS for name in names))
@@ -93,7 +105,7 @@ def resolve_all(
     if name not in labels:
       raise ValueError(
         f"reward.options.{name} belongs to no reward function: use {labels}"
-        f"{nearest(name, labels)}"
+        f"{user_calls.nearest(name, labels)}"
       )
   return [resolve(name, options.get(label(name))) for name in names]
 

@@ -1,6 +1,6 @@
 """Rewards for the length of a completion, in tokens including the EOS.
 
-These rewards read keys that `groups.submit_groups` adds to an example.
+These rewards read keys that `pool.submit_groups` adds to an example.
 """
 
 from typing import Any

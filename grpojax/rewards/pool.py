@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from grpojax.rewards import conventions, functions, worker
-from grpojax.rewards.conventions import Item
+from grpojax.rewards.conventions import IDS, Item
 from grpojax.rewards.worker import Outcome
 from grpojax.runtime.processes import workers as workers_lib
 from grpojax.runtime.processes.workers import Job, WorkerPool
-from grpojax.runtime.processes.workers import abandon as abandon
 
 
 class Failure(NamedTuple):
@@ -43,10 +42,13 @@ class GroupRewards(NamedTuple):
   values: dict[str, Float[np.ndarray, "B G"]]  # by short name of the function
   # True if a function failed. NaN without a failure: all functions abstained.
   failed: Bool[np.ndarray, "B G"]
-  failures: list[list[Sequence[Failure]]]  # [B][G]; see `groups.all_failures`
+  failures: list[list[Sequence[Failure]]]  # [B][G]; see `all_failures`
   # Further numbers returned by functions, keyed by "FUNCTION/NAME".
   extras: dict[str, Float[np.ndarray, "B G"]] = {}
 
+
+OF_TURNS = ("messages", "turn_rewards", "episode_info", "episode_error")
+"""Columns that an environment adds to the example of a trajectory."""
 
 _Groups = Float[np.ndarray, "*B G"]
 
@@ -139,8 +141,9 @@ class Pool(WorkerPool):
     super().__init__(worker, setup, processes)
 
   def wants(self, name: str) -> bool:
-    """Returns True if a function has a parameter `name` (IDS or STATE)."""
-    return any(conventions.wants(f, name) for f in self._functions)
+    """Returns True if a `Trl` function has a parameter `name`: IDS or STATE."""
+    trl = (x for x in self._functions if isinstance(x, conventions.Trl))
+    return any(x.takes is None or name in x.takes for x in trl)
 
   def submit(self, groups: Sequence[Sequence[Item]], size: int) -> Submission:
     """Starts to compute rewards of groups; ValueError unless items are JSON."""
@@ -197,7 +200,6 @@ class Pool(WorkerPool):
     size: int,
     outcomes: Mapping[tuple[int, int, int], Outcome],
   ) -> GroupRewards:
-    """Sums the outcomes of each completion's functions."""
     shape = len(groups), size
     all_missing = functools.partial(np.full, shape, np.nan)
     rewards = all_missing()
@@ -235,3 +237,46 @@ class Pool(WorkerPool):
       failures,
       {name: extras[name].astype(np.float32) for name in sorted(extras)},
     )
+
+
+def submit_groups(
+  pool: Pool,
+  examples: Sequence[dict[str, Any]],
+  texts: Sequence[Sequence[str]],
+  lengths: Int[np.ndarray, "B G"],
+  finished: Bool[np.ndarray, "B G"],
+  max_length: int,
+  ids: Int[np.ndarray, "B G T"] | None = None,
+  transcripts: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+) -> Submission:
+  """Starts to compute the rewards of groups and returns at once.
+
+  The B examples have a "prompt_text"; texts are [B][G], without EOS. Reward
+  functions see three more keys: "completion_length" (tokens, with the EOS),
+  "max_completion_length" (`max_length`) and "finished" (True after an EOS).
+  [B][G] `transcripts` of an environment add the keys `OF_TURNS`; `ids` add the
+  token ids for functions that have a parameter for them.
+  """
+  with_ids = ids is not None and pool.wants(IDS)
+
+  def item(b: int, g: int) -> Item:
+    added = {
+      "completion_length": int(lengths[b, g]),
+      "max_completion_length": max_length,
+      "finished": bool(finished[b, g]),
+    }
+    if with_ids:
+      added[IDS] = ids[b, g, : lengths[b, g]].tolist()
+    if transcripts is not None:
+      added |= {name: transcripts[b][g][name] for name in OF_TURNS}
+    return examples[b]["prompt_text"], texts[b][g], examples[b] | added
+
+  size = lengths.shape[1]
+  rows = [[item(b, g) for g in range(size)] for b in range(len(examples))]
+  return pool.submit(rows, size)
+
+
+def all_failures(rewards: GroupRewards) -> list[Failure]:
+  """Lists a batch's failures, ordered by index in the group, then by prompt."""
+  by_completion = zip(*rewards.failures, strict=True)
+  return [x for row in by_completion for failures in row for x in failures]

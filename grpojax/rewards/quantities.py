@@ -20,8 +20,7 @@ import re
 from collections.abc import Collection
 from fractions import Fraction
 
-LONGEST = 500
-"""Maximum length of an answer, in characters."""
+LONGEST = 500  # maximum length of an answer, in characters
 
 _DIGITS = r"""(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20}|[0-9]{1,60})
   (?:\.[0-9]{1,60})?|\.[0-9]{1,60})"""

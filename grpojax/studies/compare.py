@@ -40,9 +40,8 @@ from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config, to_config
 from grpojax.training.run import start
 from grpojax.training.settings import batches
-from grpojax.training.settings.facts import Facts
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.settings.run import Facts, TrainSettings
 
 FLAGS = study.FLAGS
 SETTINGS = study.settings(

@@ -44,8 +44,7 @@ from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config
 from grpojax.training.data import prompts, splits
 from grpojax.training.run import setup
-from grpojax.training.settings.facts import Facts, completed
-from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.settings.run import AUTO, Facts, TrainSettings, completed
 from grpojax.training.step import draws, sampling, scoring
 
 FLAGS = study.FLAGS

@@ -29,8 +29,7 @@ from grpojax.runtime.processes import interrupts
 from grpojax.statistics.intervals import mean_interval
 from grpojax.training.files import run_directory
 from grpojax.training.run import fit, open_run
-from grpojax.training.settings.facts import completed
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.settings.run import TrainSettings, completed
 
 FLAGS = {"run_dir": setting("", 'output directory; "" = runs/NAME')}
 SEED = setting(0, "seed of all random numbers", within="[0, 2**32)")

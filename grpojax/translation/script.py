@@ -263,7 +263,6 @@ def _options(script: _Script) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
-  """Yields (name, value) of the arguments of TRL's and peft's classes."""
   for call in script.calls:
     if called(call) not in ("GRPOConfig", "GRPOTrainer", "LoraConfig"):
       continue
@@ -414,7 +413,6 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _text(script: str, statement: ast.stmt) -> str:
-  """Returns the text of a statement with its decorators."""
   decorators = getattr(statement, "decorator_list", ())
   text = [f"@{ast.get_source_segment(script, x)}" for x in decorators]
   return "\n".join([*text, ast.get_source_segment(script, statement) or ""])

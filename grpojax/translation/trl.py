@@ -84,7 +84,6 @@ def _every(value: Any, origin: Origin) -> int | None:
 
 
 def _rewards(origin: Origin, name: str) -> Items:
-  """Translates reward functions and models with their weights."""
   names = rules.as_list(origin[name])
   environment = origin["environment_factory"]
   flag = "reward.functions=FILE.py:FUNCTION"
@@ -127,7 +126,6 @@ _SPLITS = {
 
 
 def _data(origin: Origin, name: str) -> Items:
-  """Translates the name or files of the data set, and its splits."""
   by_files = bool(origin["data_files"])
   yield from rules.data(origin, "data_files" if by_files else name)
   if origin["reward_funcs"]:
@@ -203,7 +201,6 @@ def _bounds(origin: Origin, name: str) -> Items:
 
 
 def _advantage(origin: Origin, name: str) -> Items:
-  """Translates the scale of rewards to an advantage estimator."""
   scale = {True: "group", False: "none"}.get(origin[name], origin[name])
   advantages = {"group": "grpo", "batch": "batch_std", "none": "dr_grpo"}
   _one_of(advantages, name, scale)

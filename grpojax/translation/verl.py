@@ -76,7 +76,6 @@ def _rewards(origin: Origin, name: str) -> Items:
 
 
 def _turns(origin: Origin, name: str) -> Items:
-  """Translates the limits of assistant and user turns, which alternate."""
   user = f"{ROLLOUT}.multi_turn.max_user_turns"
   limits = [origin[name], origin[user] and origin[user] + 1]
   if limits := [limit for limit in limits if limit]:
@@ -122,7 +121,6 @@ def _warmup(origin: Origin, name: str) -> Items:
 
 
 def _betas(origin: Origin, name: str) -> Items:
-  """Translates beta1 and beta2 of AdamW."""
   first, second = origin[name]
   yield origin.setting("optim.b1", first, name)
   yield origin.setting("optim.b2", second, name)
@@ -208,7 +206,6 @@ _KLS |= {f"{kind}+": "k2" for kind in ("low_var_kl", "k3", "kl", "k1", "abs")}
 
 
 def _kl(origin: Origin, name: str) -> Items:
-  """Translates the KL term of the loss or the reward."""
   in_reward, penalty = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
   coefficient = f"{ACTOR}.kl_loss_coef"
   kind = KL_TYPE

@@ -1,6 +1,6 @@
 """Groups of completions in a page."""
 
-from grpojax.reports import completions
+from grpojax.training.report import run_report
 
 
 def row(step=1, group=0, prompt="p", completion="c", **others):
@@ -15,7 +15,7 @@ def test_rows_are_grouped_by_prompt():
     row(group=1, completion="c"),
     row(step=2, completion="d", answer={"x": 1}),
   ]
-  groups = completions.groups(rows)
+  groups = run_report.sample_groups(rows)
   texts = [[s["completion"] for s in group["samples"]] for group in groups]
   assert texts == [["a", "b"], ["c"], ["d"]]
   assert [g["answer"] for g in groups] == ["7", None, '{"x": 1}']
@@ -32,7 +32,7 @@ def test_tokens_of_an_environment_and_rewards_of_turns():
     {"by": "model", "text": "d", "tokens": 1, "reward": None},
   ]
   rows = [row(tokens=[*"abcd"], turns=turns, advantage=[0.5, 0.5, 0, 1.0])]
-  ((sample,),) = (group["samples"] for group in completions.groups(rows))
+  ((sample,),) = (group["samples"] for group in run_report.sample_groups(rows))
   assert sample["observed"] == [False, False, True, False]
   assert sample["turn_rewards"] == {1: 0.5} and "advantage" not in sample
   assert sample["turn_advantages"] == {1: 0.2}
@@ -40,8 +40,8 @@ def test_tokens_of_an_environment_and_rewards_of_turns():
 
 def test_steps_within_budget_are_evenly_spaced():
   sizes = dict.fromkeys(range(10, 210, 10), 100)
-  assert completions.steps_within(sizes, 2000) == list(sizes)
-  assert completions.steps_within(sizes, 1999) == [10, *range(20, 210, 20)]
-  assert completions.steps_within(sizes, 400) == [10, 60, 130, 200]
-  assert completions.steps_within(sizes, 1) == [200]
-  assert completions.steps_within({}, 1) == []
+  assert run_report.steps_within(sizes, 2000) == list(sizes)
+  assert run_report.steps_within(sizes, 1999) == [10, *range(20, 210, 20)]
+  assert run_report.steps_within(sizes, 400) == [10, 60, 130, 200]
+  assert run_report.steps_within(sizes, 1) == [200]
+  assert run_report.steps_within({}, 1) == []

@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from grpojax.rewards import conventions, functions, groups
-from grpojax.rewards.pool import Pool
+from grpojax.rewards import conventions, functions
+from grpojax.rewards.pool import Pool, all_failures, submit_groups
 
 TRL = """
 import re
@@ -143,7 +143,7 @@ def computed(files):
     arrays = lengths, lengths > 0, 9, ids
     names = named(files, *names)
     with Pool(names, options, workers=workers, **keywords) as pool:
-      sent = groups.submit_groups(pool, examples, texts, *arrays)
+      sent = submit_groups(pool, examples, texts, *arrays)
       result = pool.collect([sent])
     return [x.tolist() for x in result.values.values()], result
 
@@ -228,7 +228,7 @@ def test_a_failed_call_fails_the_whole_group(computed, name, how, reason):
   arguments = [{"answer": "1"}], [["a", "b", "c"]], 0, options
   _, result = computed(["verl:gsm8k", name], *arguments)
   assert result.failed.all() and np.isnan(result.rewards).all()
-  failures = groups.all_failures(result)
+  failures = all_failures(result)
   assert [f.completion for f in failures] == ["a", "b", "c"]
   assert all(f.function == name.partition(":")[2] for f in failures)
   assert all(f.reason.startswith(reason) for f in failures), failures
@@ -252,7 +252,7 @@ def test_the_time_limit_of_a_group_is_times_its_size(
   arguments = [{"answer": "1"}], [["a", "b", "#### 1"]], workers, options
   values, result = computed(names, *arguments, timeout=0.2)
   assert result.failed.all()
-  assert all(f.reason.startswith(reason) for f in groups.all_failures(result))
+  assert all(f.reason.startswith(reason) for f in all_failures(result))
   equal(values[1:], [[[0, 0, 1]], [[NAN] * 3]])
 
 
@@ -264,7 +264,7 @@ def test_single_failures_and_functions_for_other_data_sets(computed):
   values, result = computed(["trl:odd"], examples, texts, **settings)
   equal(values, [[[1, NAN, NAN], [NAN] * 3]])
   equal(result.failed, [[0, 1, 1], [0] * 3])
-  reasons = [f.reason for f in groups.all_failures(result)]
+  reasons = [f.reason for f in all_failures(result)]
   assert reasons == ["returned nan", "returned str, which is not a number"]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from run_helpers import start
 
-from grpojax.rewards import groups, worker
-from grpojax.rewards.pool import Failure, Pool
+from grpojax.rewards import worker
+from grpojax.rewards.pool import Failure, Pool, all_failures, submit_groups
 from grpojax.runtime.processes import workers
 
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
@@ -122,7 +122,7 @@ def test_lost_workers_are_replaced():
     result = compute(pool, *mixed)
   same(result.values["length_of_prompt"], [1] * 12)
   same(result.rewards, [x for i in range(6) for x in (1 + i, None)])
-  failures = groups.all_failures(result)
+  failures = all_failures(result)
   assert [x.completion for x in failures] == [*bad]
   for failure in failures:
     assert failure.function == "behave"
@@ -186,7 +186,7 @@ def test_neighbouring_jobs_have_different_prompts():
   ones = np.ones((3, 4), np.int32)
   with Pool([BEHAVE]) as pool:
     texts = [["1"] * 4] * 3
-    sent = groups.submit_groups(pool, examples, texts, ones, ones > 0, 8)
+    sent = submit_groups(pool, examples, texts, ones, ones > 0, 8)
   items = [item for job in sent.jobs for item in job.content[1]]
   assert "".join(prompt for prompt, _, _ in items) == "abc" * 4
 

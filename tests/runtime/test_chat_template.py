@@ -6,7 +6,7 @@ import pytest
 from runtime import chats
 from runtime.chats import GEMMA
 
-from grpojax.runtime.text import tokenization
+from grpojax.runtime.text import chat_template, tokenization
 
 QWEN = chats.chat(
   "{% if m.role != 'system' %}" + chats.START + "{{ c + '<|im_end|>\n' }}"
@@ -158,14 +158,14 @@ def written(template, date):
 def test_dates_are_pinned(template, expected, asks):
   assert written(template, "29 Feb 2020") == expected
   made = with_template(template)
-  assert tokenization.asks_for_date(made) == asks
+  assert chat_template.asks_for_date(made) == asks
   if template:
     chat = [{"role": "user", "content": "Hi"}]
     ids = tokenization.encode_conversation(made, chat, date="29 Feb 2020")
     assert made.decode(ids) == expected
   # transformers may store several templates of a model.
   several = with_template({"default": NO_DATE, "tool_use": template or ""})
-  assert tokenization.asks_for_date(several) == asks
+  assert chat_template.asks_for_date(several) == asks
 
 
 def test_templates_that_format_dates_need_a_valid_date():

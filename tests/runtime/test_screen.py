@@ -8,17 +8,17 @@ from grpojax.runtime.terminal import screen
 
 def test_long_evaluations_print_their_progress(capsys):
   clock = types.SimpleNamespace(now=100.0)
-  lines = screen.Screen(every=2, seconds=lambda: clock.now)
+  seconds = lambda: clock.now
   for _ in range(3):  # short evaluations print nothing
-    lines.evaluated(0, 4)
+    evaluated = screen.progress(4, 2, seconds)
     for done in (1, 2, 3, 4):
       clock.now += 2.4
-      lines.evaluated(done, 4)
+      evaluated(done)
     clock.now += 1000
-  lines.evaluated(0, 100)
+  evaluated = screen.progress(100, 2, seconds)
   for done in range(10, 101, 10):
     clock.now += 6
-    lines.evaluated(done, 100)
+    evaluated(done)
   # Every second batch, at least 10 s after the previous line; not at the end.
   assert capsys.readouterr().out == "".join(
     f"evaluated {done} of 100 held-out prompts, {60 - 3 * done // 5}s left\n"

@@ -13,11 +13,11 @@ from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
 from grpojax.data import arithmetic
 from grpojax.data.pipeline import Mixture, Part
-from grpojax.rewards import groups
+from grpojax.rewards.pool import GroupRewards
 from grpojax.runtime.processes import distributed
 from grpojax.training import policies
 from grpojax.training.files.sources import find_files
-from grpojax.training.settings.optimizer import optimizer
+from grpojax.training.run.setup import optimizer
 from grpojax.training.step import scoring
 from grpojax.training.step.extension import Drawn, Inputs, extended
 from grpojax.training.step.extensions import difficulty
@@ -66,7 +66,7 @@ def drawn(settings_with, one_device, monkeypatch):
 
   def learn(state, examples, right):
     monkeypatch.setattr(scoring, "correctness", lambda *_: right)
-    rewards = groups.GroupRewards(right, {}, right > 1, [[]] * len(right))
+    rewards = GroupRewards(right, {}, right > 1, [[]] * len(right))
     prompts = Prompts(
       np.zeros((len(right), 1), int), np.ones((len(right), 1), bool)
     )

@@ -9,7 +9,7 @@ import pytest
 from grpojax.core import meshes
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Prompts
-from grpojax.rewards import groups
+from grpojax.rewards.pool import GroupRewards
 from grpojax.runtime import compilation
 from grpojax.training.settings.batches import draw_parts
 from grpojax.training.step import host, sampling
@@ -263,7 +263,7 @@ def test_groups_vary_by_the_compared_rewards(
 ):
   rewards = np.array([[1.0, 1], [1, 2], [3, 1], [np.nan, 1]], np.float32)
   values = {"a": A, "b": OTHER}
-  scores = groups.GroupRewards(rewards, values, rewards < 0, [[], [], [], []])
+  scores = GroupRewards(rewards, values, rewards < 0, [[], [], [], []])
   ends = np.array([[1, 1], [0, 1], [0, 0], [1, 1]], bool)
   samples = samples_of(np.ones((4, 2, 1)), ends)
   both = {"reward__functions": ("a", "b"), "reward__weights": (1.0, 1.0)}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpojax.core.types import TrainState
-from grpojax.rewards.groups import GroupRewards
+from grpojax.rewards.pool import GroupRewards
 from grpojax.training.step.draws import Draw
 from grpojax.training.step.extension import Context, Drawn, Inputs
 from grpojax.training.step.extensions import length_penalty

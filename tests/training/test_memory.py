@@ -18,7 +18,7 @@ from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime.files import records
 from grpojax.training.files import run_directory
 from grpojax.training.run import memory, setup
-from grpojax.training.settings.optimizer import optimizer
+from grpojax.training.run.setup import optimizer
 from grpojax.training.step.batch import make_batch_program
 
 B = 8

@@ -9,6 +9,7 @@ import pytest
 from reports import made_up
 
 from grpojax import report as program
+from grpojax.runtime.files import records
 from grpojax.training.report import run_report
 
 
@@ -81,9 +82,9 @@ def test_samples_beyond_the_budget_are_not_parsed(run, monkeypatch):
   rows, about = run_report.read_samples(run / "samples.jsonl", [], 10**9)
   assert len(rows) == 48 and about == {"steps": 6, "kept_steps": 6}
   parsed = []
-  parse = run_report._json
+  parse = records.json_object
   spy = lambda x: parsed.append(x) or parse(x)
-  monkeypatch.setattr(run_report, "_json", spy)
+  monkeypatch.setattr(records, "json_object", spy)
   size = (run / "samples.jsonl").stat().st_size
   fit, about = run_report.read_samples(run / "samples.jsonl", [], size * 3 // 4)
   assert about == {"steps": 6, "kept_steps": 4} and len(parsed) == 32

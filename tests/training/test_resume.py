@@ -17,14 +17,13 @@ from run_helpers import assert_same_weights
 
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
-from grpojax.runtime.terminal import screen
-from grpojax.runtime.text import tokenization
+from grpojax.runtime.text import chat_template
 from grpojax.training import policies
 from grpojax.training.data import splits
 from grpojax.training.files.sources import ModelFiles
 from grpojax.training.report import run_report
 from grpojax.training.run import memory, open_run, start
-from grpojax.training.settings.facts import Facts
+from grpojax.training.settings.run import Facts
 from grpojax.training.step.run import Run
 
 
@@ -206,7 +205,7 @@ def test_more_steps_of_a_decayed_run_warn(schedule, settings_with, capsys):
 def test_the_date_is_pinned_if_the_template_uses_it(
   shown, settings_with, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(tokenization, "asks_for_date", lambda tokenizer: shown)
+  monkeypatch.setattr(chat_template, "asks_for_date", lambda tokenizer: shown)
   inputs = settings_with(steps=1), Facts(), tmp_path
   run = start.read_inputs(*inputs, today="1 May 2031")
   options = {"date_string": "1 May 2031"} if shown else {}
@@ -270,10 +269,7 @@ def test_a_directory_must_be_shared_and_writable(tmp_path, monkeypatch):
 def refused_at_the_start(settings, directory, text):
   with contextlib.ExitStack() as stack:
     with pytest.raises(SystemExit, match=text):
-      quiet = screen.Screen()
-      open_run.open_all(
-        settings, Facts(), directory, stack, print, print, quiet
-      )
+      open_run.open_all(settings, Facts(), directory, stack, print, print)
 
 
 def test_processes_with_different_examples_are_refused(
@@ -293,7 +289,7 @@ def test_processes_with_different_examples_are_refused(
 def test_process_0_sets_the_date_and_the_limit_of_memory(
   tmp_path, settings_with, monkeypatch
 ):
-  facts = {tokenization.today: "26 Jul 2024", memory.accelerator_bytes: 7}
+  facts = {chat_template.today: "26 Jul 2024", memory.accelerator_bytes: 7}
 
   def check(*args):
     raise ValueError(f"{args[-2]}, {args[-1]} bytes")

@@ -12,8 +12,8 @@ from grpojax.aot import programs
 from grpojax.core import advantages
 from grpojax.core.advantages import multi_reward
 from grpojax.models import huggingface as hf
-from grpojax.rewards import exact, groups, pool
-from grpojax.rewards.pool import Failure
+from grpojax.rewards import exact, pool
+from grpojax.rewards.pool import Failure, GroupRewards, all_failures
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenization
@@ -75,7 +75,7 @@ def test_weighted_functions(score):
   expected = [[4 + 5 + 4.5, NAN], [12 + 4.5, 6 + 5 + 1]]
   np.testing.assert_allclose(scores.rewards, expected)
   np.testing.assert_array_equal(scores.failed, [[0, 1], [0, 0]])
-  (failure,) = groups.all_failures(scores)
+  (failure,) = all_failures(scores)
   assert failure.function == "picky" and failure.completion == "bad"
   right = scoring.correctness(reward_pool, scores, EXAMPLES)
   np.testing.assert_array_equal(right, [[2, 3], [6, 3]])
@@ -99,7 +99,7 @@ def test_a_reward_model_is_added_to_functions(score):
   model = lambda examples, texts: np.array([[np.inf, 2.0], [1e16, 0.5]])
   _, scores = score({"length": 1.0}, model)
   np.testing.assert_allclose(scores.rewards, [[NAN, 5], [NAN, 3.5]])
-  reasons = [(x.reason, x.completion) for x in groups.all_failures(scores)]
+  reasons = [(x.reason, x.completion) for x in all_failures(scores)]
   large = f"returned {np.float32(1e16)}"
   assert reasons == [("returned inf", "ab"), (large, "silent")]
 
@@ -130,7 +130,7 @@ def test_gathered_rewards_equal_those_of_one_process(monkeypatch):
     return [(Failure("f", "no", "p", str(x)),) * (x % 3) for x in group]
 
   def scores(rows, extras="ab"):
-    return groups.GroupRewards(
+    return GroupRewards(
       rewards[rows],
       {"f": rewards[rows], "g": rewards[rows] + 1},
       failed[rows],
@@ -149,8 +149,8 @@ def test_gathered_rewards_equal_those_of_one_process(monkeypatch):
   jax.tree.map(np.testing.assert_array_equal, gathered[:3], whole[:3])
   whole.extras["f/b"][first] = NAN  # logged by process 1 only
   jax.tree.map(np.testing.assert_array_equal, gathered.extras, whole.extras)
-  assert groups.all_failures(gathered) == groups.all_failures(whole)
-  order = "".join(x.completion for x in groups.all_failures(whole))
+  assert all_failures(gathered) == all_failures(whole)
+  order = "".join(x.completion for x in all_failures(whole))
   assert order == "224881015571111"  # first completions, then second ones
 
 
@@ -194,7 +194,7 @@ def scores_of(weights):
     w * np.nan_to_num(v) for w, v in zip(weights, VALUES.values(), strict=True)
   )
   total = np.where(FAILED, NAN, total).astype(np.float32)
-  return groups.GroupRewards(total, VALUES, FAILED, [[[]] * 3] * 2)
+  return GroupRewards(total, VALUES, FAILED, [[[]] * 3] * 2)
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_a_large_offset_of_a_group_keeps_its_differences(
   total = raw + np.array([[0.0], [offset], [0.0]])
   exact = pool.exact_enough(total)
   assert (exact.dtype == np.float32) == (not offset)
-  scores = groups.GroupRewards(exact, {"a": exact}, np.isnan(raw), [[[]]] * 3)
+  scores = GroupRewards(exact, {"a": exact}, np.isnan(raw), [[[]]] * 3)
   for changes in ({}, NORMALIZED):
     settings = settings_with(advantage="grpo", **changes)
     placed, values = scoring.place_rewards(settings, scores, one_device)

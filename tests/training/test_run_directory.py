@@ -16,8 +16,12 @@ from grpojax.runtime.files import records
 from grpojax.training.config import default_config, from_config
 from grpojax.training.files import run_directory
 from grpojax.training.run import open_run
-from grpojax.training.settings.facts import Facts, commits_in, completed
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.settings.run import (
+  Facts,
+  TrainSettings,
+  commits_in,
+  completed,
+)
 
 
 def opened(path, config=None):

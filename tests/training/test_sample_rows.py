@@ -8,7 +8,7 @@ import pytest
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.rows import take
 from grpojax.core.types import Batch, Rollout
-from grpojax.rewards.groups import GroupRewards
+from grpojax.rewards.pool import GroupRewards
 from grpojax.runtime.text import tokenization
 from grpojax.training.policies import Policy
 from grpojax.training.step import sample_rows

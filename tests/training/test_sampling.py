@@ -15,7 +15,7 @@ import pytest
 from grpojax.core import meshes
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
-from grpojax.rewards import groups
+from grpojax.rewards.pool import all_failures
 from grpojax.training import policies
 from grpojax.training.step import sampling, scoring
 from grpojax.training.step.draws import Source, Timer, draw
@@ -185,5 +185,5 @@ def test_rewards_begin_before_the_next_part_is_sampled(
   # Samples, rewards, failures and their order are the same.
   jax.tree.map(np.testing.assert_array_equal, parts[0], whole[0])
   jax.tree.map(np.testing.assert_array_equal, parts[1][:3], whole[1][:3])
-  failures = [groups.all_failures(rewards) for _, rewards in (parts, whole)]
+  failures = [all_failures(rewards) for _, rewards in (parts, whole)]
   assert failures[0] == failures[1] and len(failures[1]) > 1

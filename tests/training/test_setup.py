@@ -12,7 +12,7 @@ from grpojax.runtime.cli.configs import flatten as flat
 from grpojax.training import config as config_module
 from grpojax.training.config import default_config
 from grpojax.training.run import setup
-from grpojax.training.settings.optimizer import optimizer
+from grpojax.training.run.setup import optimizer
 
 OFF = {
   *(f"filter_groups.{x}" for x in ("metric", "gen_parts", "rescale")),

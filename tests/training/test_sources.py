@@ -15,7 +15,7 @@ from grpojax.training import config as config_module
 from grpojax.training import policies
 from grpojax.training.files import sources
 from grpojax.training.run import run_models
-from grpojax.training.settings.facts import Facts, completed
+from grpojax.training.settings.run import Facts, completed
 
 COMMIT = hub_server.COMMIT
 LATER = "b" * 40

@@ -7,7 +7,6 @@ never leaves an incomplete checkpoint that looks complete.
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import pathlib
@@ -23,7 +22,7 @@ from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
 from grpojax.runtime.checkpoint import stored_arrays
-from grpojax.runtime.files import disk, run_lock
+from grpojax.runtime.files import disk, records, run_lock
 from grpojax.runtime.processes import distributed, interrupts
 
 _ADVICE = (
@@ -80,12 +79,10 @@ def _check_metadata(folder: epath.Path) -> None:
   for step in complete(folder):
     path = folder / str(step)
     try:
-      metadata = json.loads((path / _METADATA).read_text())
+      text = (path / _METADATA).read_bytes()
     except FileNotFoundError:  # deleted after listing
       continue
-    except (RecursionError, ValueError):
-      metadata = None
-    if not isinstance(metadata, dict):
+    if records.json_object(text) is None:
       reason = f"its {_METADATA} is no JSON object"
       raise ValueError(f"{path} is damaged ({reason}): {_ADVICE}")
 

@@ -55,7 +55,6 @@ def usage_errors() -> Iterator[None]:
 
 
 def _typed(text: str, default: Any) -> Any:
-  """Converts a flag's text to the type of its default."""
   if isinstance(default, str):
     return text
   if isinstance(default, bool):

@@ -81,6 +81,15 @@ def append_jsonl(path: str | os.PathLike, row: Mapping[str, Any]) -> None:
     file.write(json.dumps(_plain(row)) + "\n")
 
 
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+  """Parses a JSON object; returns None for any other text."""
+  try:
+    value = json.loads(text)
+  except (RecursionError, ValueError):
+    return None
+  return value if isinstance(value, dict) else None
+
+
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
   """Returns all rows except an incomplete last one; ValueError if damaged."""
   # Keeps a path of etils, which may be on gs://.

@@ -25,7 +25,6 @@ import fsspec
 from etils import epath
 
 from grpojax.runtime.files import disk, gguf_directory, records, run_lock
-from grpojax.runtime.files.run_lock import LOCK
 from grpojax.runtime.processes import distributed, interrupts
 
 Sync = Callable[..., None]  # `(lazily=False)`; see `opened`
@@ -187,7 +186,7 @@ def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
   If the lock exists, the ValueError names its holder. Only the user can remove
   the lock of a killed process.
   """
-  path = f"{root}/{LOCK}"
+  path = f"{root}/{run_lock.LOCK}"
   mine = json.dumps(run_lock.me()).encode()
 
   def unlock() -> None:
@@ -208,7 +207,7 @@ def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
           url,
           fs.cat_file(path),
           "; wait for it or end it. If it was killed or its machine is gone, "
-          f"remove its lock: gcloud storage rm {url}/{LOCK}",
+          f"remove its lock: gcloud storage rm {url}/{run_lock.LOCK}",
         ) from error
       stack.callback(unlock)
     yield

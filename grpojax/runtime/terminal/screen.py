@@ -1,5 +1,6 @@
 """Terminal output: progress of evaluations, and escaped control characters."""
 
+import itertools
 import time
 import unicodedata
 from collections.abc import Callable
@@ -25,29 +26,25 @@ def printable(text: str) -> str:
   )
 
 
-class Screen:
-  """Prints an evaluation's progress every `every` batches.
+def progress(
+  total: int, every: int, seconds: Callable[[], float] = time.monotonic
+) -> Callable[[int], None]:
+  """Returns a function to call with the number of evaluated prompts.
 
-  Prints at most one line per `QUIET` seconds; `seconds` reads a clock.
+  It prints a line every `every` calls, but at most one per `QUIET` seconds.
+  `total` is the number of all prompts; `seconds` reads a clock.
   """
+  calls = itertools.count(1)
+  start = last = seconds()
 
-  def __init__(self, every: int = 1, seconds: Callable = time.monotonic):
-    self.every = every
-    self.seconds = seconds
-    self._start = self._last = 0.0
-    self._batches = 0
-
-  def evaluated(self, done: int, total: int) -> None:
-    """Reports `done` of `total` prompts as evaluated; 0 starts the clock."""
-    now = self.seconds()
-    if not done:
-      self._start = self._last = now
-      self._batches = 0
-      return
-    self._batches += 1
-    due = self._batches % self.every == 0 and now - self._last >= QUIET
+  def evaluated(done: int) -> None:
+    nonlocal last
+    now = seconds()
+    due = next(calls) % every == 0 and now - last >= QUIET
     if due and done < total:
-      self._last = now
-      left = duration((now - self._start) * (total - done) / done)
+      last = now
+      left = duration((now - start) * (total - done) / done)
       text = f"evaluated {done} of {total} held-out prompts, {left} left"
       print(text, flush=True)
+
+  return evaluated

@@ -180,10 +180,6 @@ def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
     for k, token in enumerate(known.tokens)
   ]
   copy.add_tokens(aliases)  # in a single call: Gemma has 6,249 control tokens
-  ids = {
-    copy.token_to_id(alias.content): tokenizer.convert_tokens_to_ids(
-      token.content
-    )
-    for alias, token in zip(aliases, known.tokens, strict=True)
-  }
-  return copy, ids
+  added = [copy.token_to_id(alias.content) for alias in aliases]
+  ids = tokenizer.convert_tokens_to_ids([x.content for x in known.tokens])
+  return copy, dict(zip(added, ids, strict=True))

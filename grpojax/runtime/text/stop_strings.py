@@ -1,5 +1,6 @@
 """Automaton that finds stop strings in a sequence of token ids."""
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from grpojax.core.ends import StopTable
+from grpojax.runtime.text import tokenization
 
 MOST_BYTES = 2**28  # limit of an automaton during construction
 
@@ -20,17 +22,12 @@ BYTES |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
   """Returns the bytes that each of `count` tokens appends to a text."""
-
-  def decode(rows):
-    return tokenizer.batch_decode(
-      rows, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-
+  decode = functools.partial(tokenization.decode, tokenizer)
   # Some tokenizers omit the first token's space, so pairs are decoded.
-  alone = ((i, decode([[i]])[0]) for i in range(count))
+  alone = ((i, decode([i])) for i in range(count))
   first, before = next(x for x in alone if x[1] and "\ufffd" not in x[1])
   pieces = tokenizer.convert_ids_to_tokens([*range(count)])
-  texts = decode([[first, i] for i in range(count)])
+  texts = [decode([first, i]) for i in range(count)]
 
   def appended(piece, text):
     if "\ufffd" in text:  # the token ends inside a character

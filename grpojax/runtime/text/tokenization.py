@@ -19,8 +19,6 @@ from grpojax.models.huggingface.weights import read_json
 from grpojax.runtime.text import special_tokens as special_tokens_lib
 from grpojax.runtime.text import trial
 from grpojax.runtime.text.chat_template import DATE, render_prompt, whole_chat
-from grpojax.runtime.text.chat_template import asks_for_date as asks_for_date
-from grpojax.runtime.text.chat_template import today as today
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 
 PAD, EOS, UNK = "<|pad|>", "<|endoftext|>", "<|unk|>"
@@ -248,6 +246,13 @@ def each_text(write: Callable[[str], str], content: Any) -> Any:
   return content
 
 
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+  """Returns the text of token ids, with special tokens and all spaces."""
+  return tokenizer.decode(
+    ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+  )
+
+
 def decode_completion(
   tokenizer: Any, ids: np.ndarray, mask: np.ndarray, ends: Ends
 ) -> str:
@@ -270,18 +275,13 @@ def decode_completion(
       # In state 0 no stop string has begun, so the text has all tokens so far.
       before = before if state else len(tokens)
 
-  def decode(tokens):
-    return tokenizer.decode(
-      tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-
-  text = decode(tokens)
+  text = decode(tokenizer, tokens)
   if not stop or state < len(stop.table):
     return text
   # The text ends at the first stop string, which may start within a token.
   begins = [i for x in stop.strings if (i := text.find(x)) >= 0]
   # Decoding may change a stop string: its invalid bytes or a first space.
-  return text[: min(begins)] if begins else decode(tokens[:before])
+  return text[: min(begins)] if begins else decode(tokenizer, tokens[:before])
 
 
 def character_tokenizer() -> Any:

@@ -163,7 +163,6 @@ class TurnEncoder:
     return pieces
 
   def _encode(self, tail):
-    """Returns the ids of a text that follows an end token."""
     encode = functools.partial(special_tokens.encode, self.tokenizer)
     ids = encode((self.tokenizer.eos_token or "") + tail)
     return ids[1:] if ids[:1] == [self.tokenizer.eos_token_id] else encode(tail)

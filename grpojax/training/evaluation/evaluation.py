@@ -21,9 +21,9 @@ from grpojax.core import meshes
 from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Params, Prompts
 from grpojax.data.pipeline import Subset
-from grpojax.rewards import exact, functions, groups, math
+from grpojax.rewards import exact, functions, math
 from grpojax.rewards.conventions import CORRECT
-from grpojax.rewards.pool import Failure
+from grpojax.rewards.pool import Failure, all_failures
 from grpojax.runtime.terminal.screen import printable
 from grpojax.statistics import intervals
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
@@ -32,8 +32,7 @@ from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
 from grpojax.training.policies import Policy
 from grpojax.training.settings import mixtures
-from grpojax.training.settings.facts import Facts, completed
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.settings.run import Facts, TrainSettings, completed
 from grpojax.training.step import draws, scoring
 
 VOTING = ("exact_answer", *functions.READ_ANSWERS)
@@ -87,7 +86,9 @@ def _in_common(
 
 
 def held_out_problems(
-  settings: TrainSettings, names: Sequence[str], models: Sequence[Policy]
+  settings: TrainSettings,
+  names: Sequence[str],
+  models: Sequence[Policy],
 ) -> list[HeldOut]:
   """Returns the held-out problems that fit all models, in each model's format.
 
@@ -140,7 +141,7 @@ def evaluate(
   `step` is the number of finished steps, for rewards that depend on it
   (`scoring.with_step`). The source's `check_signals` is called before each
   batch, there with `together=True` in all processes, and while waiting;
-  `on_progress` gets the number of finished prompts, starting with 0.
+  `on_progress` gets the number of finished prompts.
   """
   source = source._replace(keeps_texts=True)
   reward_pool = source.reward_pool
@@ -148,7 +149,6 @@ def evaluate(
   lengths = []
   key = seed_key(settings.seed)
   done = 0
-  on_progress(done)
   for i, (prompts, examples) in enumerate(batches):
     source.check_signals(together=True)
     examples = scoring.with_step(
@@ -173,7 +173,7 @@ def evaluate(
     [group for x in drawn for group in x.texts],
     [example for x in drawn for example in x.examples],
     np.concatenate(lengths),
-    [y for x in drawn for y in groups.all_failures(x.rewards)],
+    [y for x in drawn for y in all_failures(x.rewards)],
   )
 
 

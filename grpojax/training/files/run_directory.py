@@ -1,7 +1,6 @@
 """Run directories: their files, and the conditions for resuming a run."""
 
 import contextlib
-import json
 import os
 import pathlib
 import re
@@ -54,8 +53,6 @@ _TRACES = re.compile(
   rf"|{re.escape(LOCK)}|{re.escape(run_storage.ORIGIN)}"
 )
 
-Path = str | os.PathLike
-
 # Config.
 
 
@@ -66,10 +63,10 @@ class SavedConfig(NamedTuple):
   added: list[str]  # lines "key = value" of added settings
 
 
-def saved(path: Path) -> SavedConfig | None:
+def saved(path: pathlib.Path) -> SavedConfig | None:
   """Reads the config of a run directory; None if there is no valid one."""
   try:
-    config = configs.from_json((pathlib.Path(path) / CONFIG).read_text())
+    config = configs.from_json((path / CONFIG).read_text())
     if "path" not in (config.get("model") or {}):
       return None
     return SavedConfig(*settings_lib.fill_in(config, SETTINGS))
@@ -77,14 +74,14 @@ def saved(path: Path) -> SavedConfig | None:
     return None
 
 
-def say_added(path: Path) -> None:
+def say_added(path: pathlib.Path) -> None:
   """Prints the settings added since a run started, with their defaults."""
   run = saved(path)
   if run and run.added:
     print(f"{path} lacks settings, which get defaults: {', '.join(run.added)}")
 
 
-def read_config(path: Path) -> ConfigDict:
+def read_config(path: pathlib.Path) -> ConfigDict:
   """Returns a run directory's config; ValueError if there is no valid one."""
   run = saved(path)
   if run is None:
@@ -95,17 +92,19 @@ def read_config(path: Path) -> ConfigDict:
   try:
     from_config(run.config)
   except ValueError as error:
-    raise ValueError(f"{pathlib.Path(path) / CONFIG}: {error}") from None
+    raise ValueError(f"{path / CONFIG}: {error}") from None
   return run.config
 
 
-def write_config(path: Path, settings: TrainSettings) -> None:
+def write_config(path: pathlib.Path, settings: TrainSettings) -> None:
   """Writes the settings of a run to its config.json."""
   text = configs.to_json(to_config(settings))
-  records.write_text(pathlib.Path(path) / CONFIG, text)
+  records.write_text(path / CONFIG, text)
 
 
-def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
+def changed(
+  path: pathlib.Path, settings: TrainSettings
+) -> tuple[list[str], list[str]]:
   """Returns allowed and forbidden changes, as lines "key: old -> new"."""
   run = saved(path)
   if not run:
@@ -120,25 +119,30 @@ def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
 # Progress.
 
 
-def is_run(path: Path) -> bool:
+def is_run(path: pathlib.Path) -> bool:
   """Returns True for a run directory with checkpoints."""
   return run_storage.checkpoints(path).is_dir()
 
 
-def model_directory(path: Path) -> pathlib.Path:
+def model_directory(path: pathlib.Path) -> pathlib.Path:
   """Returns the model's directory in a finished run, else the path itself."""
-  model = pathlib.Path(path) / MODEL
-  return model if (model / "config.json").is_file() else pathlib.Path(path)
+  model = path / MODEL
+  return model if (model / "config.json").is_file() else path
 
 
-def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
+def is_finished(
+  path: pathlib.Path, settings: TrainSettings | None = None
+) -> bool:
   """Returns True if a run is finished and `settings` do not extend it."""
   try:
-    done = json.loads((pathlib.Path(path) / SUMMARY).read_bytes())["steps"]
-  except (KeyError, OSError, RecursionError, TypeError, ValueError):
+    summary = records.json_object((path / SUMMARY).read_bytes())
+  except OSError:
+    summary = None
+  done = (summary or {}).get("steps")
+  if not isinstance(done, int):
     return False  # a damaged summary will be written again
-  if settings is None or not isinstance(done, int):
-    return isinstance(done, int)
+  if settings is None:
+    return True
   run = saved(path)
   if run is None or run.config.steps != settings.steps:
     return False
@@ -160,24 +164,23 @@ def has_begun(path: pathlib.Path) -> bool:
   )
 
 
-def say_restart(path: Path) -> None:
+def say_restart(path: pathlib.Path) -> None:
   """Prints a line if a run without a checkpoint starts again at step 1."""
   complete = checkpoint.complete(run_storage.checkpoints(path))
-  if has_begun(pathlib.Path(path)) and not complete:
+  if has_begun(path) and not complete:
     print(f"{path} has no checkpoint: it starts again at step 1", flush=True)
 
 
 # Opening, and changes.
 
 
-def check(path: Path, settings: TrainSettings) -> bool:
+def check(path: pathlib.Path, settings: TrainSettings) -> bool:
   """Checks whether a directory can hold a run with these settings.
 
   Writes nothing. Returns True for a run to resume. Only `CHANGEABLE` settings
   may differ from its config, except before its first step. ValueError for other
   changes, fewer steps, lost checkpoints, or files that belong to no run.
   """
-  path = pathlib.Path(path)
   checkpoints = run_storage.checkpoints(path)
   for folder in (path, checkpoints):
     if folder.exists() and not folder.is_dir():
@@ -223,12 +226,12 @@ def _check_unused(path: pathlib.Path) -> None:
     )
 
 
-def open_run(path: Path, settings: TrainSettings) -> bool:
+def open_run(path: pathlib.Path, settings: TrainSettings) -> bool:
   """Creates or opens a run directory; returns and raises like `check`.
 
   The caller records changed settings (`record_changes`) after all checks.
   """
-  path, resumed = pathlib.Path(path), check(path, settings)
+  resumed = check(path, settings)
   own_files(path)
   if not resumed:
     run_storage.reference(path).rmtree(missing_ok=True)
@@ -238,10 +241,10 @@ def open_run(path: Path, settings: TrainSettings) -> bool:
   return resumed
 
 
-def own_files(path: Path) -> None:
+def own_files(path: pathlib.Path) -> None:
   """Replaces symbolic links to a run's files by copies of their targets."""
   for name in (*_REPLACED, CHANGES):
-    file = pathlib.Path(path) / name
+    file = path / name
     if file.is_file() and file.is_symlink():
       with records.temporary(file) as copy:
         shutil.copyfile(file, copy)
@@ -250,12 +253,12 @@ def own_files(path: Path) -> None:
       file.unlink()
 
 
-def remove_torn(path: Path) -> None:
+def remove_torn(path: pathlib.Path) -> None:
   """Removes temporary files of killed processes; needs the run's lock.
 
   Recent reports stay, because other programs may still be writing them.
   """
-  for file in pathlib.Path(path).iterdir():
+  for file in path.iterdir():
     name = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", file.name)
     if name and name[1] in _REPLACED:
       with contextlib.suppress(FileNotFoundError):
@@ -263,12 +266,11 @@ def remove_torn(path: Path) -> None:
           file.unlink()
 
 
-def record_changes(path: Path, settings: TrainSettings) -> list[str]:
+def record_changes(path: pathlib.Path, settings: TrainSettings) -> list[str]:
   """Records changed settings and returns them as lines.
 
   A new value of `steps` or `stop.no_improvement` removes summary and model.
   """
-  path = pathlib.Path(path)
   lines, _ = changed(path, settings)
   goes_on = any(re.match(r"steps:|stop\.no_improvement:", x) for x in lines)
   remove_model(path, only_rest=not goes_on)
@@ -280,13 +282,12 @@ def record_changes(path: Path, settings: TrainSettings) -> list[str]:
   return lines
 
 
-def remove_model(path: Path, only_rest: bool = False) -> None:
+def remove_model(path: pathlib.Path, only_rest: bool = False) -> None:
   """Removes a run's summary, then its model.
 
   The model is renamed first, so that it is never incomplete. `only_rest` only
   completes an interrupted removal.
   """
-  path = pathlib.Path(path)
   renamed = path / f".{MODEL}.old"
 
   def remove_renamed():

@@ -18,8 +18,7 @@ from grpojax.runtime.files import hub, run_storage
 from grpojax.runtime.text import tokenization
 from grpojax.training.files import run_directory
 from grpojax.training.settings import mixtures
-from grpojax.training.settings.facts import commits_in
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.settings.run import TrainSettings, commits_in
 
 # Models.
 

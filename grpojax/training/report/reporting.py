@@ -9,7 +9,6 @@ losses in `core`, `statistics.diagnostics`, `advantage_errors`, `training.step`,
 import contextlib
 import functools
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +19,12 @@ import numpy as np
 from grpojax.core.types import Params, TrainState
 from grpojax.models import huggingface as hf
 from grpojax.reports import comparisons, curves
-from grpojax.rewards import groups
-from grpojax.rewards.pool import Failure
+from grpojax.rewards.pool import Failure, all_failures
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import configs
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
-from grpojax.runtime.terminal import trackers
-from grpojax.runtime.terminal.screen import printable
+from grpojax.runtime.terminal import screen, trackers
 from grpojax.training import policies
 from grpojax.training.config import to_config
 from grpojax.training.data import prompts, splits
@@ -117,12 +114,12 @@ def _ids(run: Run) -> dict[str, str]:
   file = run.file(run_directory.TRACKED)
   if not file.exists():
     return {}
-  try:
-    return {str(k): str(v) for k, v in json.loads(file.read_text()).items()}
-  except (AttributeError, ValueError) as error:
+  ids = records.json_object(file.read_bytes())
+  if ids is None:
     raise ValueError(
       f"{file} cannot be read: remove it to start new runs in the trackers"
-    ) from error
+    )
+  return {str(name): str(value) for name, value in ids.items()}
 
 
 def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
@@ -183,7 +180,7 @@ def evaluate_held_out(
     params,
     prompts.held_out(settings, run.policy, run.held_out.examples),
     step,
-    lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
+    screen.progress(len(run.held_out.examples), settings.log.every),
   )
   values = evaluation.per_prompt(result, graded=settings.environment.on)
   returns = values.pop(evaluation.REWARD, None)
@@ -231,7 +228,6 @@ def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
 
 
 def _first_samples(result: evaluation.Evaluation, count: int) -> list[dict]:
-  """Returns the first `count` prompts, each with a completion and reward."""
   rows = zip(result.examples, result.texts, result.rewards, strict=True)
   return [
     {
@@ -262,7 +258,7 @@ def warn_of_shortcut(baseline: dict[str, Any], row: dict[str, Any]) -> None:
 
 
 def _show(prompt: str, completion: str, reward: float | None) -> None:
-  text = printable(prompt + completion).rstrip()
+  text = screen.printable(prompt + completion).rstrip()
   print("\n".join(f"    | {line}" for line in text.splitlines()))
   print(f"    | -> reward {math.nan if reward is None else reward:g}")
 
@@ -295,7 +291,7 @@ def log(run: Run, row: dict[str, Any], result: StepResult, eta: Eta) -> None:
   if shown:
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
   if result.drawn is not None:
-    log_failures(run, step, groups.all_failures(result.drawn.rewards))
+    log_failures(run, step, all_failures(result.drawn.rewards))
 
 
 def finish(

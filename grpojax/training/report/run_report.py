@@ -4,13 +4,14 @@ Missing files and broken lines are listed on the page.
 """
 
 import collections
+import itertools
 import json
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from grpojax.reports import comparisons, completions, curves
+from grpojax.reports import comparisons, curves
 from grpojax.reports.metric_groups import layout
 from grpojax.reports.page import page
 from grpojax.runtime.cli import configs
@@ -22,16 +23,15 @@ from grpojax.training.report import verdict
 FAILURES = 200  # maximum number of failed rewards shown per run
 EPISODES = "path", "tools"  # settings that turn the environment on
 
+BUDGET = 6_000_000
+"""Limit in bytes for a page's completions, so that browsers open it quickly."""
+
+_SHOWN = (
+  "completion reward truncated tokens logprobs trainer_logprobs ref_logprobs"
+).split()
+"""Keys of a row that the page shows unchanged (see `sample_rows`)."""
+
 Rows = list[dict[str, Any]]
-
-
-def _json(text: str | bytes) -> dict[str, Any] | None:
-  """Parses a JSON object; returns None for any other text."""
-  try:
-    value = json.loads(text)
-  except (RecursionError, ValueError):
-    return None
-  return value if isinstance(value, dict) else None
 
 
 def _cannot_be_read(path: pathlib.Path, error: OSError) -> list[str]:
@@ -51,7 +51,7 @@ def read_rows(path: pathlib.Path, notes: list[str], key: str = "step") -> Rows:
   except OSError as error:
     notes += _cannot_be_read(path, error)
     return []
-  rows = [row for row in map(_json, lines) if row and key in row]
+  rows = [row for row in map(records.json_object, lines) if row and key in row]
   broken = sum(map(bool, lines)) - len(rows)
   if broken:
     notes.append(f"{path.name}: {broken} broken lines were ignored")
@@ -72,14 +72,14 @@ def read_samples(
       for line in file:
         if (step := _step_of(line)) is not None:
           sizes[step] += len(line)
-      chosen = set(completions.steps_within(sizes, budget))
+      chosen = set(steps_within(sizes, budget))
       file.seek(0)
-      rows = [_json(line) for line in file if _step_of(line) in chosen]
+      lines = [line for line in file if _step_of(line) in chosen]
   except OSError as error:
     notes += _cannot_be_read(path, error)
     return [], {"steps": 0, "kept_steps": 0}
   about = {"steps": len(sizes), "kept_steps": len(chosen)}
-  return [row for row in rows if row], about
+  return [*filter(None, map(records.json_object, lines))], about
 
 
 def _step_of(line: bytes) -> int | None:
@@ -88,8 +88,57 @@ def _step_of(line: bytes) -> int | None:
   return int(match[1]) if match else None
 
 
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+  sample = {name: row[name] for name in _SHOWN if name in row}
+  if curves.is_number(row.get("advantage")):  # else a list, shown by turn
+    sample["advantage"] = row["advantage"]
+  if len(row.get("rewards", ())) > 1:
+    sample["rewards"] = row["rewards"]
+  return sample | (_turns(row["turns"]) if "turns" in row else {})
+
+
+def _turns(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+  """Marks environment tokens; puts a turn's reward and advantage at its end."""
+  observed: list[bool] = []
+  numbers: dict[str, dict[int, float]] = {"reward": {}, "advantage": {}}
+  for turn in turns:
+    observed += [turn["by"] == "environment"] * turn["tokens"]
+    for name, values in numbers.items():
+      if turn.get(name) is not None:
+        values[len(observed) - 1] = turn[name]
+  by_name = {f"turn_{name}s": values for name, values in numbers.items()}
+  return {"observed": observed} | by_name
+
+
+def sample_groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Converts rows of samples.jsonl to groups: prompts with completions."""
+  result = []
+  for _, group in itertools.groupby(rows, lambda x: (x["step"], x["group"])):
+    first, *others = group
+    answer = first.get("answer")
+    if not (answer is None or isinstance(answer, str)):
+      answer = json.dumps(answer, default=str)
+    samples = [_sample(row) for row in (first, *others)]
+    shared = {"step": first["step"], "prompt": first["prompt"]}
+    result.append(shared | {"answer": answer, "samples": samples})
+  return result
+
+
+def steps_within(sizes: Mapping[int, int], budget: int = BUDGET) -> list[int]:
+  """Returns evenly spaced steps with at most `budget` bytes of completions.
+
+  `sizes` has bytes of JSON by step. The first and the last step are included;
+  if even these two are too large, only the last.
+  """
+  steps = sorted(sizes)
+  for stride in range(1, len(steps)):
+    chosen = sorted({*steps[::-stride], *steps[:1]})
+    if sum(sizes[step] for step in chosen) <= budget:
+      return chosen
+  return steps[-1:]
+
+
 def _failures(rows: Rows) -> dict[str, Any]:
-  """Returns counts of failed rewards by function and reason, and some rows."""
   counts = collections.Counter((row["function"], row["reason"]) for row in rows)
   return {
     "total": len(rows),
@@ -104,7 +153,6 @@ def _flat(config: Any) -> dict[str, str]:
 
 
 def _read(path: pathlib.Path, name: str, finished: bool, budget: int) -> dict:
-  """Reads the data of a run directory for the page and for comparisons."""
   notes: list[str] = []
   metrics = read_rows(path / run_directory.METRICS, notes)
   counts = read_rows(path / run_directory.REWARDS, notes)
@@ -146,7 +194,7 @@ def _read(path: pathlib.Path, name: str, finished: bool, budget: int) -> dict:
       "rewards": curves.reward_picture(
         {row["step"]: row["counts"] for row in counts}
       ),
-      "groups": completions.groups(samples),
+      "groups": sample_groups(samples),
       "sampled": about,
       "gain": gain,
       "heldOut": comparisons.texts_before_and_after(evaluations),
@@ -210,7 +258,7 @@ def report(
         f"{run_directory.CONFIG} and {run_directory.METRICS}"
       )
   names = names or _short_names(paths)
-  budget = completions.BUDGET // len(paths)
+  budget = BUDGET // len(paths)
   runs = [
     _read(path, name, finished, budget)
     for path, name in zip(paths, names, strict=True)

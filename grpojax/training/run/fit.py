@@ -22,7 +22,6 @@ from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.files import disk, run_lock, run_storage
 from grpojax.runtime.processes import distributed, interrupts
-from grpojax.runtime.terminal import screen
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation import best
 from grpojax.training.files import run_directory
@@ -97,14 +96,13 @@ class _PromptStream:
 def remaining_steps(
   run: Run,
   state: TrainState,
-  tx,
   progress: Progress,
   check_signals: CheckSignals,
-  around: profiling.Around = lambda step: contextlib.nullcontext(),
+  around: profiling.Around,
 ) -> Iterator[tuple[TrainState, Progress]]:
   """Runs each remaining step in the context `around(step)`; yields results."""
   settings = run.settings
-  inputs = inputs_of(run, tx, check_signals)
+  inputs = inputs_of(run, check_signals)
   extensions = open_extensions(inputs)
 
   @functools.cache
@@ -155,7 +153,6 @@ def remaining_steps(
 def _with_speed(
   settings: TrainSettings, row: dict[str, Any], seconds: float, compiled: float
 ) -> dict[str, Any]:
-  """Adds the duration of a step, of its compilation, and tokens per second."""
   drawn = samples_per_step(settings) * row.get("gen_batches", 1)
   tokens = drawn * float(row["completion_length_mean"])
   return row | {
@@ -169,7 +166,6 @@ def _with_speed(
 def fit(
   run: Run,
   state: TrainState,
-  tx,
   progress: Progress,
   checkpointer,
   check_signals: CheckSignals,
@@ -225,7 +221,7 @@ def fit(
 
   def steps():
     if evaluate():  # a resumed run may have to end before its next step
-      yield from remaining_steps(run, state, tx, progress, check_all, around)
+      yield from remaining_steps(run, state, progress, check_all, around)
 
   try:
     for state, progress in steps():
@@ -291,7 +287,6 @@ def run(
     sigterm = interrupts.sigterm_requests(distributed.several())
     requested = stack.enter_context(sigterm)
     interrupted = stack.enter_context(interrupts.raising_ctrl_c())
-    progress_screen = screen.Screen(settings.log.every)
     announce = functools.partial(print, flush=True)
     stack.enter_context(compilation.announced(announce))
 
@@ -302,14 +297,14 @@ def run(
         raise Preempted
 
     try:
-      run, state, tx, progress, checkpointer = open_run.open_all(
-        settings, facts, directory, stack, check_signals, sync, progress_screen
+      run, state, progress, checkpointer = open_run.open_all(
+        settings, facts, directory, stack, check_signals, sync
       )
       with profiling.opened(
         settings.profile.steps, directory, int(state.step)
       ) as around:
         state, progress = fit(
-          run, state, tx, progress, checkpointer, check_signals, sync, around
+          run, state, progress, checkpointer, check_signals, sync, around
         )
       try:
         return reporting.finish(

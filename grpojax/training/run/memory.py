@@ -17,8 +17,8 @@ from jaxtyping import PyTree
 from grpojax.core import logprobs
 from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig, parameter_shapes
+from grpojax.training.run.setup import optimizer
 from grpojax.training.settings.batches import group_sizes, samples_per_step
-from grpojax.training.settings.optimizer import optimizer
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.extensions.moving_reference import follows_policy
 

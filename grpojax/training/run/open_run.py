@@ -28,23 +28,15 @@ from grpojax.runtime.checkpoint import stored_arrays
 from grpojax.runtime.cli import command_line, configs
 from grpojax.runtime.files import disk, run_lock, run_storage, user_code
 from grpojax.runtime.processes import distributed, user_calls
-from grpojax.runtime.terminal.screen import Screen
-from grpojax.runtime.text import tokenization
-from grpojax.runtime.text.chat_template import DATE
+from grpojax.runtime.text.chat_template import DATE, today
 from grpojax.training.config import to_config
 from grpojax.training.data import splits
 from grpojax.training.files import run_directory, sources
-from grpojax.training.files.sources import (
-  find_model,
-  fingerprint,
-  hub_name,
-)
+from grpojax.training.files.sources import find_model, fingerprint, hub_name
 from grpojax.training.report import reporting
 from grpojax.training.report.progress import Progress, from_notes
-from grpojax.training.run import memory, start
-from grpojax.training.settings.facts import Facts, completed
-from grpojax.training.settings.optimizer import learning_rate
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.run import memory, setup, start
+from grpojax.training.settings.run import Facts, TrainSettings, completed
 from grpojax.training.step import pending, reference
 from grpojax.training.step.extensions import difficulty, moving_reference
 from grpojax.training.step.run import Run
@@ -138,12 +130,11 @@ def open_all(
   stack: contextlib.ExitStack,
   check_signals: Callable[..., None],
   sync: Callable[..., None],
-  screen: Screen,
 ):
   """Checks a run and opens its resources, which the stack will close.
 
-  Returns the run, its newest state, the optimizer, the progress and the
-  checkpointer; SystemExit with a message if the run cannot start.
+  Returns the run, its newest state, the progress and the checkpointer;
+  SystemExit with a message if the run cannot start.
   `check_signals` is called repeatedly and may raise; see `run_storage.opened`
   for `sync`.
   """
@@ -177,13 +168,13 @@ def open_all(
     first = not distributed.on_main(config.is_file)
     if not first:
       distributed.on_main(hold)
-    today = distributed.on_main(tokenization.today)
+    date = distributed.on_main(today)
     # All processes take the first one's limit, to compile the same program.
     limit = distributed.on_main(memory.accelerator_bytes)
     with distributed.agreed():
       # Check everything, and that all processes read the same examples.
       run = start.check(
-        settings, facts, directory, stack, check_signals, today, limit
+        settings, facts, directory, stack, check_signals, date, limit
       )
     examples = {
       f"the {name} split": f"{count} examples\nfingerprint {checksum}"
@@ -200,14 +191,14 @@ def open_all(
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory), keep)
     )
-    run = run._replace(screen=screen, check_directory=check_directory)
-    run, state, tx = start.start(run, checkpointer)
+    run = run._replace(check_directory=check_directory)
+    run, state = start.start(run, checkpointer)
     step = checkpoint.latest_step(checkpointer)
     run = reporting.tracked(run, -1 if step is None else step, stack)
     state, progress = resume(run, state, checkpointer, check_signals)
     if resumed:
       distributed.on_main(record_changes)
-  return run, state, tx, progress, checkpointer
+  return run, state, progress, checkpointer
 
 
 def _say_changed(settings: TrainSettings, lines: list[str], done: int) -> None:
@@ -220,7 +211,9 @@ def _say_changed(settings: TrainSettings, lines: list[str], done: int) -> None:
     before = dataclasses.replace(settings, steps=int(steps[1]))
     update = done * settings.optim.update.epochs
     update *= settings.optim.update.minibatches
-    old, new = (float(learning_rate(s)(update)) for s in (before, settings))
+    old, new = (
+      float(setup.learning_rate(s)(update)) for s in (before, settings)
+    )
     print(
       f"warning: optim.schedule = {settings.optim.schedule!r} now ends after "
       f"{settings.steps} steps instead of {before.steps}: after step {done} "
@@ -230,8 +223,7 @@ def _say_changed(settings: TrainSettings, lines: list[str], done: int) -> None:
     )
 
 
-SEEN_WITHIN = 60
-"""Seconds in which a network file system must show a new file."""
+SEEN_WITHIN = 60  # seconds in which a network file system must show a new file
 
 
 def _check_shared(directory: pathlib.Path) -> None:
@@ -321,7 +313,6 @@ def resume(
 
 
 def _fingerprints(run: Run) -> dict[str, Any]:
-  """Returns the number of examples and their hash per split."""
   return {
     name: [len(split.examples) + split.dropped, split.fingerprint]
     for name, split in zip(SPLITS, (run.train, run.held_out), strict=True)

@@ -18,11 +18,7 @@ from grpojax.training import policies
 from grpojax.training.config import from_config
 from grpojax.training.evaluation import best as best_lib
 from grpojax.training.files import run_directory
-from grpojax.training.files.sources import (
-  ModelFiles,
-  files_of,
-  find_files,
-)
+from grpojax.training.files.sources import ModelFiles, files_of, find_files
 from grpojax.training.report import progress
 from grpojax.training.run import setup
 from grpojax.training.settings.inputs import ModelSettings

@@ -1,4 +1,4 @@
-"""Mesh, models and initial state of a run, from its settings."""
+"""Mesh, models, optimizer and initial state of a run, from its settings."""
 
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ import optax
 
 from grpojax.core import meshes
 from grpojax.core.losses.entropy import NAME, init_control
+from grpojax.core.optim import OPTIMIZERS, SCHEDULES, decays
 from grpojax.core.random_keys import seed_key
 from grpojax.core.step import init_state
 from grpojax.core.types import LM, Params, TrainState
@@ -107,6 +108,36 @@ def with_weights(
   policy = policies.with_weights(policy, dtype, shardings)
   options = dataclasses.asdict(settings.lora)
   return policies.with_adapters(policy, seed_key(settings.seed), **options)
+
+
+def learning_rate(settings: TrainSettings) -> optax.Schedule:
+  """Returns the learning rate per update: linear warmup, then the schedule."""
+  optim = settings.optim
+  updates = settings.steps * optim.update.epochs * optim.update.minibatches
+  decay = max(updates - optim.warmup_steps, 1)
+  peak = optim.learning_rate
+  schedule = SCHEDULES[optim.schedule](peak, decay)
+  if not optim.warmup_steps:
+    return schedule
+  first = peak / (optim.warmup_steps + 1)  # not 0, to use the first update
+  warmup = optax.linear_schedule(first, peak, optim.warmup_steps)
+  return optax.join_schedules([warmup, schedule], [optim.warmup_steps])
+
+
+def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
+  """Returns the optimizer with decoupled weight decay (`core.optim.decays`)."""
+  optim = settings.optim
+  scale = OPTIMIZERS[optim.name](
+    b1=optim.b1,
+    b2=optim.b2,
+    moments_dtype=optim.moments_dtype,
+    seed=settings.seed,
+  )
+  return optax.chain(
+    scale,
+    optax.add_decayed_weights(optim.weight_decay, mask=decays),
+    optax.scale_by_learning_rate(learning_rate(settings)),
+  )
 
 
 def first_state(

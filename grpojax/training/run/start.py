@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Callable
 
 import jax
-import optax
 
 from grpojax.core import meshes
 from grpojax.core.decoding.sampling import Sampling
@@ -18,16 +17,14 @@ from grpojax.runtime import checkpoint
 from grpojax.runtime.files import records, run_storage
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import trackers
-from grpojax.runtime.text import tokenization
+from grpojax.runtime.text import chat_template
 from grpojax.training.data import prompts, splits
 from grpojax.training.files import run_directory
 from grpojax.training.files.sources import files_of
 from grpojax.training.policies import check_positions
 from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches
-from grpojax.training.settings.facts import Facts, completed
-from grpojax.training.settings.optimizer import optimizer
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.settings.run import Facts, TrainSettings, completed
 from grpojax.training.step import episodes, reference, scoring
 from grpojax.training.step.engine import sampler as engine
 from grpojax.training.step.extension import Inputs, extended
@@ -111,8 +108,8 @@ def read_inputs(
   policy = setup.with_teacher(settings, setup.open_policy(settings))
   judge = settings.reward.model and files_of(settings, settings.reward.model)
   tokenizers = [model.tokenizer for model in (policy, judge) if model]
-  if facts.date is None and any(map(tokenization.asks_for_date, tokenizers)):
-    facts = facts._replace(date=today or tokenization.today())
+  if facts.date is None and any(map(chat_template.asks_for_date, tokenizers)):
+    facts = facts._replace(date=today or chat_template.today())
     settings = completed(requested, facts)
   mesh = setup.make_mesh(settings)
   batches.check_mesh(settings, mesh)
@@ -184,15 +181,13 @@ def _warn_of_warmup(settings: TrainSettings) -> None:
 
 
 def inputs_of(
-  run: Run,
-  tx: optax.GradientTransformation,
-  check_signals: Callable[..., None] = lambda together=False: None,
+  run: Run, check_signals: Callable[..., None] = lambda together=False: None
 ) -> Inputs:
   """Returns the inputs of a run's steps."""
   return Inputs(
     run.settings,
     run.policy,
-    tx,
+    setup.optimizer(run.settings),
     run.shardings,
     run.mesh,
     run.ref_params,
@@ -205,18 +200,17 @@ def inputs_of(
 
 def start(
   run: Run, checkpointer: checkpoint.Checkpointer
-) -> tuple[Run, TrainState, optax.GradientTransformation]:
+) -> tuple[Run, TrainState]:
   """Makes the initial state, and removes records of steps after the checkpoint.
 
-  Parameters move from the run to the state. Returns run, state and optimizer.
+  Parameters move from the run to the state.
   ValueError if the saved reference is damaged or belongs to another model.
   """
   settings = run.settings
   policy = run.policy
   mesh = run.mesh
-  tx = optimizer(settings)
-
-  extensions = open_extensions(inputs_of(run, tx))
+  tx = setup.optimizer(settings)
+  extensions = open_extensions(inputs_of(run))
 
   def fresh(params):
     state = setup.first_state(settings, tx, params)
@@ -266,4 +260,4 @@ def start(
     ref_params=ref_params,
     greedy=greedy,
   )
-  return run, state, tx
+  return run, state

@@ -21,8 +21,8 @@ from jaxtyping import Array, PyTree
 from grpojax.core import meshes
 from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.environments.episodes import as_completed
-from grpojax.rewards.groups import GroupRewards
-from grpojax.rewards.pool import abandon
+from grpojax.rewards.pool import GroupRewards
+from grpojax.runtime.processes.workers import abandon
 from grpojax.training import policies
 from grpojax.training.step import sampling, scoring
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import Array, UInt
 from grpojax.core import meshes, rows
 from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.types import Params, Prompts, Rollout
+from grpojax.core.types import Rollout
 from grpojax.data import pipeline
 from grpojax.data.examples import READ
 from grpojax.environments import episodes, tools
@@ -210,13 +210,8 @@ def make_player(
   episode_seeds = jax.jit(chunks.episode_seeds, static_argnames="shape")
 
   def player(
-    params: Params,
-    prompts: Prompts,
-    examples: Sequence[dict[str, Any]],
-    key: Array,
-    *first_prompt: Array,
-    check_signals: Callable[[], None] = lambda: None,
-  ) -> Generator[Any, None, Sampled]:
+    params, prompts, examples, key, *first_prompt, check_signals=lambda: None
+  ):
     shape = len(prompts.prompt_ids), group_size
     seeds = meshes.fetch(episode_seeds(key, *first_prompt, shape=shape))
     failed = Answer((), settings.environment.failed_reward, True)

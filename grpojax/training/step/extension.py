@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool
 
 from grpojax.core.types import Batch, Params, Prompts, TrainState
 from grpojax.core.update import read_by_update
-from grpojax.rewards.groups import GroupRewards
+from grpojax.rewards.pool import GroupRewards
 from grpojax.training.policies import Policy
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.draws import Draw, Drawing, Examples, Source, Timer
@@ -97,19 +97,6 @@ def updated(
   """Runs an update, and keeps the extras that it does not read."""
   new, metrics = program(read_by_update(state), *args)
   return new.replace(extras={**state.extras, **new.extras}), metrics
-
-
-def after_draw(
-  extensions: Mapping[str, Extension],
-  state: TrainState,
-  drawn: Drawn,
-  context: Context,
-) -> Drawn:
-  """Calls the `after_draw` of all extensions."""
-  for extension in extensions.values():
-    if extension.after_draw:
-      drawn = extension.after_draw(state, drawn, context)
-  return drawn
 
 
 def after_update(

@@ -37,7 +37,6 @@ from grpojax.training.step.extension import (
   Extension,
   Inputs,
   StepResult,
-  after_draw,
   after_update,
   updated,
 )
@@ -175,7 +174,9 @@ def take_step(
   check_signals(together=True)
   drawn = Drawn(first, first.rewards, examples, prompts)
   context = Context(number, key, timer, step.source, take, ahead)
-  drawn = after_draw(step.extensions, state, drawn, context)
+  for extension in step.extensions.values():
+    if extension.after_draw:
+      drawn = extension.after_draw(state, drawn, context)
   check_signals(together=True)
 
   # Compute the advantages and log-probabilities of the batch.
@@ -220,7 +221,6 @@ def _draw_ahead(
   timer: Timer,
   check_signals: Callable[[], Any],
 ) -> draws.Drawing:
-  """Starts to draw the next step's completions."""
   key = jax.random.fold_in(state.key, state.step + 1)
   params = state.params
   if step.inputs.reward_pool.environment is not None:

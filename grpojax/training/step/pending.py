@@ -14,8 +14,7 @@ import numpy as np
 from grpojax.core import meshes, rows
 from grpojax.core.types import Rollout, TrainState
 from grpojax.data.examples import READ
-from grpojax.rewards.groups import GroupRewards
-from grpojax.rewards.pool import Failure
+from grpojax.rewards.pool import Failure, GroupRewards
 from grpojax.training.step.draws import Draw
 
 _HEADER = 8  # bytes of the file's length

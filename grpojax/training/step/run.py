@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 
 from grpojax.core.types import Params, TrainState
-from grpojax.runtime.terminal.screen import Screen
 from grpojax.training.data import splits
 from grpojax.training.files.sources import ModelFiles
 from grpojax.training.policies import Policy
@@ -29,7 +28,6 @@ class Run(NamedTuple):
   shardings: TrainState | None = None  # of the state; set by `start`
   ref_params: Params | None = None  # fixed reference, if any
   greedy: Any = None  # sampler for evaluations, see `make_sampler`
-  screen: Screen = Screen()
   track: Callable[[int, Any], None] = lambda step, row: None  # logs to trackers
   check_directory: Callable[[], None] = lambda: None  # from `run_lock.hold`
 

@@ -52,18 +52,12 @@ TRAINING_LOGPROBS = {"trainer_logprobs", "ref_logprobs"}
 DIGITS = 4  # decimal places of log-probabilities
 
 
-def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-  return tokenizer.decode(
-    list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-  )
-
-
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
   """Returns the text of each token, decoded after its predecessor.
 
   Some tokenizers drop the space before the first token of a text.
   """
-  decode = functools.cache(lambda *tokens: _decoded(tokenizer, tokens))
+  decode = functools.cache(lambda *ids: tokenization.decode(tokenizer, ids))
 
   def after(before: int, token: int) -> str:
     start = decode(before)
@@ -110,7 +104,6 @@ def of_step(
 
 
 def _row(policy: Policy, draw: Draw, arrays, b: int, g: int):
-  """Returns the row of completion `g` of group `b`."""
   rewards = draw.rewards
   example = draw.examples[b]
   sample = {name: values[b, g] for name, values in arrays.items()}
@@ -161,7 +154,7 @@ def turns_of(tokenizer: Any, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
   # Each turn is a block of consecutive tokens with the same turn number.
   for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turns)) + 1):
     turn = turns[part[0]]
-    text = _decoded(tokenizer, ids[part].tolist())
+    text = tokenization.decode(tokenizer, ids[part].tolist())
     by = "environment" if turn < 0 else "model"
     blocks.append({"by": by, "text": text, "tokens": len(part)})
     if turn >= 0:

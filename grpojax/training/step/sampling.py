@@ -26,7 +26,6 @@ from grpojax.models import passes, sharding
 from grpojax.training import policies
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes
-from grpojax.training.step.episodes import Sampled
 
 LARGEST_HALVED = 32 * 2**20
 """Maximum bytes of weights for sampling in halves. Larger weights keep several
@@ -41,7 +40,7 @@ Program = Callable[..., Rollout]
 """`(params, prompts, key, *first_prompt) -> Rollout`; `first_prompt`, 0 by
 default, is the index of the first prompt among all prompts with this key."""
 
-Sampler = Callable[..., Generator[Any, None, Sampled]]
+Sampler = Callable[..., Generator[Any, None, episodes.Sampled]]
 """`(params, prompts, examples, key, *first_prompt, check_signals) -> Sampled`,
 a generator for `as_completed`; it yields arrays while the devices compute."""
 
@@ -238,7 +237,7 @@ def complete(
   examples: Sequence[dict[str, Any]],
   key: Array,
   check_signals: Callable[[], None] = lambda: None,
-) -> Sampled:
+) -> episodes.Sampled:
   """Samples completions and waits for them."""
   play = sampler(params, prompts, examples, key, check_signals=check_signals)
   sampled = result(play)

@@ -24,11 +24,9 @@ from grpojax.core.advantages import WITHIN_GROUPS
 from grpojax.data.examples import READ, SOURCE
 from grpojax.environments.pool import EnvironmentPool
 from grpojax.models import sharding
-from grpojax.rewards import conventions, functions, groups, neural
+from grpojax.rewards import conventions, functions, neural
 from grpojax.rewards import pool as pool_lib
-from grpojax.rewards.conventions import STATE
-from grpojax.rewards.groups import GroupRewards
-from grpojax.rewards.pool import Failure, Pool, Submission
+from grpojax.rewards.pool import Failure, GroupRewards, Pool, Submission
 from grpojax.rewards.worker import LARGEST
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenization
@@ -38,7 +36,6 @@ from grpojax.training.settings import mixtures
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes
 from grpojax.training.step.batch import aggregation
-from grpojax.training.step.episodes import Sampled
 
 MODEL = "reward.model"
 """Name of the reward model among the functions, whose names have no dot."""
@@ -89,7 +86,7 @@ def check_columns(
       if not source or source in only.get(functions.label(name), parts):
         example = part.examples[0] | ({SOURCE: source} if source else {})
         if settings.environment.on:
-          example = dict.fromkeys(groups.OF_TURNS) | example
+          example = dict.fromkeys(pool_lib.OF_TURNS) | example
         dataset = f"data set {source or settings.data.name!r}"
         conventions.check_columns(name, reward, example, dataset)
 
@@ -98,10 +95,10 @@ def with_step(
   pool: Pool, examples: list[dict[str, Any]], step: int, steps: int
 ) -> list[dict[str, Any]]:
   """Adds the number of finished steps to examples if a function uses it."""
-  if not pool.wants(STATE):
+  if not pool.wants(conventions.STATE):
     return examples
   state = {"global_step": step, "max_steps": steps}  # TRL's names
-  return [{**example, STATE: state} for example in examples]
+  return [{**example, conventions.STATE: state} for example in examples]
 
 
 def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
@@ -210,7 +207,7 @@ def submit_rollout(
   policy: policies.Policy,
   reward_pool: RewardPool,
   examples: Sequence[dict[str, Any]],
-  sampled: Sampled,
+  sampled: episodes.Sampled,
 ) -> PendingRewards:
   """Decodes this process's completions and submits them to the functions.
 
@@ -220,7 +217,7 @@ def submit_rollout(
   rollout = sampled.rollout.replace(**meshes.fetch(sampled.read))
   rows = distributed.my_rows(len(examples))
   texts = policies.decode(policy, rollout, rows)
-  pending = groups.submit_groups(
+  pending = pool_lib.submit_groups(
     reward_pool.pool,
     examples[rows],
     texts,
@@ -288,14 +285,11 @@ def compute_rewards(
   policy: policies.Policy,
   reward_pool: RewardPool,
   examples: Sequence[dict[str, Any]],
-  sampled: Sampled,
-  check_signals: Callable[[], None] = lambda: None,
+  sampled: episodes.Sampled,
 ) -> tuple[Texts, GroupRewards]:
   """Returns all texts of a rollout and their rewards."""
   part = submit_rollout(policy, reward_pool, examples, sampled)
-  return collect_rewards(
-    reward_pool, examples, [part], check_signals, every_text=True
-  )
+  return collect_rewards(reward_pool, examples, [part], lambda: None, True)
 
 
 def _batch_order(sizes: Sequence[int]) -> Int[np.ndarray, "B"]:
@@ -444,7 +438,7 @@ def metrics(rewards: GroupRewards) -> dict[str, int | float]:
   slashes keep users' names apart from other metrics. `reward_mean` and
   `reward_std` are added if the devices only have shifted or rounded rewards.
   """
-  failures = groups.all_failures(rewards)
+  failures = pool_lib.all_failures(rewards)
   row: dict[str, int | float] = {"reward_failures": len(failures)}
   # The devices' metrics of shifted or rounded rewards would be inexact.
   if rewards.rewards.dtype != np.float32:

@@ -27,18 +27,12 @@ from grpojax.core.advantages.weighted_baselines import sample_weights
 from grpojax.core.group_axis import present
 from grpojax.core.objective import advantage_fn
 from grpojax.core.step import diagnosis_key
-from grpojax.core.types import LM, Params, Rollout, TrainState
+from grpojax.core.types import LM, Params, Rollout
 from grpojax.models.transformer import last_layers
 from grpojax.statistics import advantage_errors, diagnostics
 from grpojax.training import policies
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step.extension import (
-  Context,
-  Drawn,
-  Extension,
-  Inputs,
-  with_metrics,
-)
+from grpojax.training.step.extension import Extension, Inputs, with_metrics
 
 NAME = "diagnosis"
 
@@ -138,7 +132,7 @@ def extension(inputs: Inputs) -> Extension | None:
   program = make_diagnose(settings, shards, policy.vmappable)
   diagnose_draw = policies.jit(policy, program)
 
-  def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
+  def after_draw(state, drawn, context):
     if not is_due(settings, context.number):
       return drawn
     # With sampling.ahead only the next step's samples are on-policy.

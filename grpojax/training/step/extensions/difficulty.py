@@ -8,7 +8,6 @@ draws for all processes.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,8 +31,6 @@ from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import scoring
 from grpojax.training.step.draws import Examples
 from grpojax.training.step.extension import (
-  Context,
-  Drawn,
   Extension,
   Inputs,
   extended,
@@ -161,13 +158,11 @@ def extension(inputs: Inputs) -> Extension | None:
   options = dataclasses.asdict(settings.difficulty)
   observe = bind(success_rates.observe, **options)
 
-  def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
+  def after_draw(state, drawn, context):
     del context
     return with_metrics(drawn, metrics(state, drawn.prompts, drawn.examples))
 
-  def after_update(
-    state: TrainState, drawn: Drawn, metrics: Mapping[str, Any]
-  ) -> TrainState:
+  def after_update(state, drawn, metrics):
     del metrics
     examples = drawn.examples
     right = scoring.correctness(inputs.reward_pool, drawn.rewards, examples)

@@ -10,19 +10,13 @@ from jaxtyping import Bool, Float, Int
 
 from grpojax.core import dynamic_sampling, group_axis, meshes, rows
 from grpojax.core.rollout import rollout_metrics
-from grpojax.core.types import Rollout, TrainState
-from grpojax.rewards.groups import GroupRewards
+from grpojax.core.types import Rollout
+from grpojax.rewards.pool import GroupRewards
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import batch as batch_lib
 from grpojax.training.step import scoring
 from grpojax.training.step.draws import Draw, draw
-from grpojax.training.step.extension import (
-  Context,
-  Drawn,
-  Extension,
-  Inputs,
-  with_metrics,
-)
+from grpojax.training.step.extension import Extension, Inputs, with_metrics
 
 NAME = "dynamic_sampling"
 
@@ -119,7 +113,7 @@ def extension(inputs: Inputs) -> Extension | None:
     placed = scoring.place_rewards(settings, new.rewards, inputs.mesh)
     return varied, measure(new.rollout, *placed)
 
-  def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
+  def after_draw(state, drawn, context):
     source = context.source
     if filtering.gen_parts > 1:
       source = source._replace(parts=1)
@@ -174,7 +168,7 @@ def extension(inputs: Inputs) -> Extension | None:
     )
     return with_metrics(drawn, metrics)
 
-  def after_update(state: TrainState, drawn: Drawn, metrics: Any) -> TrainState:
+  def after_update(state, drawn, metrics):
     del metrics
     more = len(drawn.examples) - len(drawn.batch.examples)
     if not more:

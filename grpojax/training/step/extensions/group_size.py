@@ -1,8 +1,6 @@
 """Group size "auto": chosen from the diagnosis (`statistics.group_size`)."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from grpojax.core import meshes
 from grpojax.core.binding import bind
@@ -29,9 +27,7 @@ def extension(inputs: Inputs) -> Extension | None:
   options = dataclasses.asdict(settings.auto_group_size)
   observe = bind(group_size.observe, **options)
 
-  def after_update(
-    state: TrainState, drawn: Any, metrics: Mapping[str, Any]
-  ) -> TrainState:
+  def after_update(state, drawn, metrics):
     del drawn
     if "c1" not in metrics:  # no diagnosis
       return state

@@ -17,16 +17,9 @@ import numpy as np
 from jaxtyping import Float
 
 from grpojax.core import meshes
-from grpojax.core.types import TrainState
 from grpojax.rewards.conventions import CORRECT
 from grpojax.training.step import scoring
-from grpojax.training.step.extension import (
-  Context,
-  Drawn,
-  Extension,
-  Inputs,
-  with_metrics,
-)
+from grpojax.training.step.extension import Extension, Inputs, with_metrics
 
 NAME = "length_penalty"
 
@@ -50,7 +43,7 @@ def extension(inputs: Inputs) -> Extension | None:
   if not coefficient:
     return None
 
-  def after_draw(state: TrainState, drawn: Drawn, context: Context) -> Drawn:
+  def after_draw(state, drawn, context):
     del state, context
     rollout, rewards, examples, _ = drawn.batch
     right = scoring.correctness(inputs.reward_pool, rewards, examples)

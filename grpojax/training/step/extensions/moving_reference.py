@@ -10,7 +10,6 @@ average. For LoRA both factors of the adapters are mixed.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -53,7 +52,7 @@ def extension(inputs: Inputs) -> Extension | None:
       lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), old, params
     )
 
-  def after_update(state: TrainState, drawn: Any, metrics: Any) -> TrainState:
+  def after_update(state, drawn, metrics):
     del drawn, metrics
     if int(state.step) % settings.model.reference_every:
       return state
