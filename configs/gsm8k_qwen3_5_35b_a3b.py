@@ -4,10 +4,8 @@ Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_5_35b_a3b.py
            Qwen/Qwen3.5-35B-A3B comes from the Hugging Face Hub, or with
            --config.model.path=DIR from a directory. For the data see
            configs/gsm8k.py.
-Hardware:  128 chips of TPU v5e (8x16): 13.5 of 16 GiB, as compiled for them
-           (launch/README.md). Or 64 chips (8x8), 14.7 GiB, with
-           --config.mesh.fsdp=4 --config.optim.micro_batches=32
-           --config.optim.moments_dtype=bfloat16
+Hardware:  128 chips of TPU v5e (8x16): 15.4 of 16 GiB, as compiled for them
+           (launch/README.md).
 Time:      unknown; not run yet, for lack of an accelerator.
 Expected:  a rising reward, and a higher accuracy on the 1,319 test problems
            than at step 0.
@@ -30,5 +28,5 @@ def get_config() -> ConfigDict:
   config.mesh.expert = 4
   config.mesh.tensor = 4
   config.mesh.sampling_tensor = 4
-  config.optim.micro_batches = 8
+  config.optim.micro_batches = 16
   return config.lock()
