@@ -119,7 +119,12 @@ _VISION = (  # keys of config.json beside its text_config
   "vision_feature_layer video_token_id vision_start_token_id "
   "vision_end_token_id"
 ).split()
-_WITH_IMAGES = ("mistral3", "ministral3", "qwen3_5", "qwen3_5_moe")
+_WITH_IMAGES = {  # default model_type of their text_config, as in transformers
+  "mistral3": "mistral",
+  "ministral3": "mistral",
+  "qwen3_5": "qwen3_5_text",
+  "qwen3_5_moe": "qwen3_5_moe_text",
+}
 _TEXT_MODELS = {
   "qwen3_5_text": "Qwen3_5ForCausalLM",
   "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
@@ -134,11 +139,11 @@ def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
   Keys outside of text_config have priority, as in transformers.
   """
   text = hf_config.get("text_config")
-  if hf_config.get("model_type") not in _WITH_IMAGES or not text:
+  if hf_config.get("model_type") not in [*_WITH_IMAGES] or not text:
     return hf_config
   if not isinstance(text, dict):
     raise ValueError(f"config.json has text_config={text!r:.40}: use an object")
-  kind = text.get("model_type", "mistral")
+  kind = text.get("model_type", _WITH_IMAGES[hf_config["model_type"]])
   if kind not in [*_TEXT_MODELS]:
     raise ValueError(f"config.json has model_type={kind!r} in text_config")
   top = {k: x for k, x in hf_config.items() if k not in _VISION}

@@ -175,8 +175,8 @@ def save_peft(
   the Hugging Face Hub, `revision` its commit there. `alpha` is PEFT's
   lora_alpha: the scale is alpha / r. `dtype` is the dtype to store; None keeps
   the adapters' dtype. ValueError if `path` exists, if there are no adapters, or
-  if peft 0.21 cannot read them (for experts: down alone, or all three; parts of
-  stored matrices: none).
+  if peft 0.21 cannot read them (for experts: down alone, or all three, and none
+  of Qwen3.5; parts of stored matrices: none).
   """
   if not adapters:
     raise ValueError("there are no adapters to save")
@@ -188,6 +188,12 @@ def save_peft(
     )
   flat = flatten_dict(adapters, sep="/")
   base_layout = hf.layout(hf_config)
+  # transformers stacks experts in memory; peft converts those of two families.
+  if expert_names and "layers/shared_gate" in base_layout:
+    raise ValueError(
+      f"peft ignores adapters of {', '.join(sorted(expert_names))} in Qwen3.5: "
+      "write merged weights, or leave these out of lora.targets"
+    )
   joined = [x for x in adapters["layers"] if base_layout[f"layers/{x}"].part]
   if joined:
     raise ValueError(

@@ -130,6 +130,8 @@ REFUSED = [
   ("llama", {"note": 1, "mark": 2}, "note=1, mark=2, .*ignore_keys=note,mark"),
   ("llama", {"note": 1, "rope_ratio": 2}, "in a copy of the directory"),
   ("llama", {"hidden_act": "relu"}, "hidden_act='relu'"),
+  # It would also be the activation after the convolution.
+  ("qwen3_5_text", {"hidden_act": "gelu_pytorch_tanh"}, "only 'silu' is"),
   ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
   ("llama", {"architectures": ["LlamaForTokenClassification"]}, "LlamaForTok"),
   ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),

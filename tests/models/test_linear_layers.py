@@ -204,6 +204,8 @@ def test_the_text_part_of_a_model_of_images(tmp_path):
   nested |= dict(architectures=["Qwen3_5ForConditionalGeneration"])
   (both / "config.json").write_text(json.dumps(nested))
   jax.tree.map(np.testing.assert_array_equal, hf.load_params(both), params)
+  untyped = {key: x for key, x in text.items() if key != "model_type"}
+  assert hf.layout(nested | {"text_config": untyped}) == hf.layout(text)
   for key in ("quantization_config", "another_size"):
     (both / "config.json").write_text(json.dumps(nested | {key: {"x": 1}}))
     with pytest.raises(ValueError, match=f"config.json has {key}"):

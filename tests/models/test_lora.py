@@ -218,9 +218,12 @@ def test_adapters_that_peft_would_skip_are_refused(tmp_path):
   targets = "layers/(q|expert_(gate|up))"
   partial = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
   joined = CONFIG | {"model_type": "phi3"}
+  qwen3_5 = MIXTURE | {"model_type": "qwen3_5_moe_text", "head_dim": 8}
+  qwen3_5["full_attention_interval"] = 2
   for hf_config, adapters, message in (
     (MIXTURE, partial, "of expert_gate and expert_up alone"),
     (MIXTURE, {}, "no adapters to save"),
+    (qwen3_5, {"layers": {"expert_down": {}}}, "expert_down in Qwen3.5"),
     (joined, {"layers": {"q": {}, "up": {}, "o": {}}}, "of q, up: the base"),
   ):
     with pytest.raises(ValueError, match=message):

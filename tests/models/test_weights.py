@@ -154,14 +154,14 @@ def test_joined_experts_are_read_one_by_one(tmp_path):
     f"{prefix}.gate_up_proj": rng.random((3, 8, 5)).astype(BF16),
     f"{prefix}.down_proj": rng.random((3, 5, 4)).astype(BF16),
   }
-  # Of other shapes, and of another format: not split.
-  others = {
-    "x.mlp.experts.gate_up_proj": rng.random((3, 7, 5)),
-    "y.mlp.experts.gate_up_proj": np.ones((3, 8, 5), np.int8),
-  }
-  save_file(joined | others, tmp_path / "model.safetensors")
+  # Of another shape: not split. Of another format: refused by `check`.
+  odd = {"x.mlp.experts.gate_up_proj": rng.random((3, 7, 5))}
+  integers = {"y.mlp.experts.gate_up_proj": np.ones((1, 8, 5), np.int8)}
+  save_file(joined | odd | integers, tmp_path / "model.safetensors")
   split = weights.split_experts(weights.find(tmp_path))
-  assert others.keys() <= split.keys() and len(split) == 3 * 3 + len(others)
+  assert odd.keys() <= split.keys() and len(split) == 3 * 3 + 1 + 2
+  stored = split["y.mlp.experts.0.up_proj.weight"]
+  assert (stored.dtype, stored.shape) == ("I8", (4, 5))
   for i in range(3):
     gate, up = np.split(joined[f"{prefix}.gate_up_proj"][i], 2)
     down = joined[f"{prefix}.down_proj"][i]
@@ -169,6 +169,11 @@ def test_joined_experts_are_read_one_by_one(tmp_path):
       stored = split[f"{prefix}.{i}.{name}_proj.weight"]
       assert stored.shape == want.shape
       np.testing.assert_array_equal(stored.rows(1, 3), want[1:3])
+  twice = {f"{prefix}.2.up_proj.weight": np.ones((4, 5))}
+  for tensors in (joined | twice, twice | joined):
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="gate_up_proj and .*.2.up_proj"):
+      weights.split_experts(weights.find(tmp_path))
 
 
 @pytest.mark.slow
@@ -340,6 +345,13 @@ def test_a_wrong_index_is_refused(sharded):
   change(file_of | {name: "model-1.safetensors"})
   with pytest.raises(ValueError, match=f"missing: {name}"):
     hf.load_params(sharded)
+  # A stale copy in a later file
+  change(file_of)
+  want = hf.load_params(sharded)
+  last = load_file(sharded / "model-2.safetensors")
+  stale = {name: np.zeros_like(tensors_of(CONFIG, BF16)[name])}
+  save_file(last | stale, sharded / "model-2.safetensors")
+  jax.tree.map(np.testing.assert_array_equal, hf.load_params(sharded), want)
   save_file({"x": np.zeros(1)}, sharded.parent / "x.safetensors")
   for outside in ("../x.safetensors", "a\\x.safetensors", "model.bin"):
     change(file_of | {"x": outside})

@@ -37,6 +37,7 @@ READ = config_json.READ | {
 LAYER_TYPES = ("full_attention", "linear_attention")
 FIXED = qwen3.FIXED | {
   "attn_output_gate": True,
+  "hidden_act": "silu",  # also the activation after the convolution
   "mamba_ssm_dtype": "float32",
   "mlp_only_layers": [],
 }

@@ -27,7 +27,6 @@ READ = qwen3_5.READ | {
   "shared_expert_intermediate_size": 512,
   "num_experts_per_tok": 8,
   "num_experts": 256,
-  "num_local_experts": None,  # transformers 5's name for num_experts
 }
 FIXED = qwen3_5.FIXED | {"decoder_sparse_step": 1, "norm_topk_prob": True}
 UNUSED = qwen3_5.UNUSED | {"output_router_logits", "router_aux_loss_coef"}
@@ -37,7 +36,7 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a complete config.json of model_type "qwen3_5_moe_text"."""
   return qwen3_5.config(
     hf_config | {"intermediate_size": hf_config["moe_intermediate_size"]},
-    experts=hf_config["num_local_experts"] or hf_config["num_experts"],
+    experts=hf_config["num_experts"],
     experts_per_token=hf_config["num_experts_per_tok"],
     normalize_experts=True,
     shared_mlp=hf_config["shared_expert_intermediate_size"],

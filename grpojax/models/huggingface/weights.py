@@ -139,10 +139,12 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   file_of = _indexed_files(directory)
   tensors = {}
   for file in sorted(set(file_of.values())):
-    tensors |= header(directory / file)
-  # A tensor that is not in the file named in the index counts as missing.
-  is_placed = lambda name, x: x.file.name == file_of.get(name, x.file.name)
-  return {name: x for name, x in tensors.items() if is_placed(name, x)}
+    # A tensor that is not in the file named in the index counts as missing.
+    stored = header(directory / file).items()
+    tensors |= {
+      name: x for name, x in stored if file_of.get(name, file) == file
+    }
+  return tensors
 
 
 _NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
@@ -172,20 +174,27 @@ def split_experts(tensors: dict[str, Stored]) -> dict[str, Stored]:
 
   Qwen3.5 stores the matrices [2 F, D] (gate, up) and [D, F] of a layer's X
   experts as mlp.experts.gate_up_proj [X, 2 F, D] and mlp.experts.down_proj.
+  ValueError for experts that are stored twice.
   """
   split = {}
-  for name, x in tensors.items():
-    prefix, _, joined = name.rpartition("mlp.experts.")
+  for joined_name, x in tensors.items():
+    prefix, _, joined = joined_name.rpartition("mlp.experts.")
     kinds = joined.removesuffix("_proj").split("_")
     is_joined = joined in ("gate_up_proj", "down_proj") and len(x.shape) == 3
-    if not is_joined or x.shape[1] % len(kinds) or x.dtype not in STORED_DTYPES:
-      split[name] = x
+    if not is_joined or x.shape[1] % len(kinds):
+      split[joined_name] = x
       continue
     shape = x.shape[1] // len(kinds), x.shape[2]
-    size = math.prod(shape) * STORED_DTYPES[x.dtype].itemsize
+    # `check` refuses other dtypes, so their size does not matter.
+    size = (
+      math.prod(shape) * STORED_DTYPES.get(x.dtype, np.dtype("u1")).itemsize
+    )
     matrices = itertools.product(range(x.shape[0]), kinds)
     for i, (expert, kind) in enumerate(matrices):
       name = f"{prefix}mlp.experts.{expert}.{kind}_proj.weight"
+      if name in tensors:
+        text = f"{x.file.parent} holds both {joined_name} and {name}"
+        raise ValueError(f"{text}: remove one of them")
       split[name] = x._replace(shape=shape, offset=x.offset + i * size)
   return split
 
