@@ -2,6 +2,7 @@
 
 import functools
 import json
+import socket
 import threading
 
 import jax
@@ -83,6 +84,8 @@ def test_answers_are_read_in_the_order_of_their_numbers():
     ({"values": (-0.5, "x")}, "'logprob' is no"),
     ({"values": (-0.5, float("nan"))}, "nan is no log-prob"),
     ({"values": (-0.5, float("-inf"))}, "-inf is no log-prob"),
+    ({"values": (-0.5, -1e300)}, "-1e.300 is no log-prob"),
+    ({"values": (-0.5, -(10**400))}, "0 is no log-prob"),
   ],
 )
 def test_unusable_answers_are_refused(changes, text):
@@ -117,7 +120,11 @@ def insist(outcomes, seconds=10.0, stop=None):
   recovered = []
   recover = lambda: recovered.append(len(events))
   stop = stop or threading.Event()
-  return sampler.insist(action, seconds, stop, recover), recovered
+  reports = []
+  common = seconds, stop, reports.append
+  samples = sampler.insist("http://h", action, *common, recover)
+  assert reports == ["http://h: gone; trying again for up to 10 s"]
+  return samples, recovered
 
 
 def test_failed_requests_are_repeated_after_a_recovery(monkeypatch):
@@ -125,11 +132,11 @@ def test_failed_requests_are_repeated_after_a_recovery(monkeypatch):
   gone, no = server.Unanswered("gone"), server.Refused("no")
   outcomes = [gone, no, no, messages.Stale("old"), no, 5]
   assert insist(outcomes) == (5, [1, 2, 3, 4, 5])
-  with pytest.raises(sampling.NoSamples, match="refused a request: no"):
+  with pytest.raises(sampling.NoSamples, match="refused a request: http://h: no"):
     insist([gone, no, no, no, 5])
   with pytest.raises(sampling.NoSamples, match="failed for 0 s.*: gone"):
     insist([gone, gone, gone], seconds=0.0)
-  with pytest.raises(sampling.NoSamples, match="invalid answer: odd"):
+  with pytest.raises(sampling.NoSamples, match="invalid answer: http://h: odd"):
     insist([messages.Invalid("odd"), 5])
   stop = threading.Event()
   stop.set()
@@ -138,6 +145,42 @@ def test_failed_requests_are_repeated_after_a_recovery(monkeypatch):
 
 
 # Servers.
+
+
+ANSWERS = {
+  b"200 OK\r\nContent-Length: 9\r\n\r\n{}": "7 bytes are missing",
+  b"200 OK\r\n\r\n" + b" " * 200: "more than 100 bytes",
+  b"302 Found\r\nLocation: /v1/models\r\n\r\n": "HTTP 302: $",
+  b"404 No\r\n\r\n<p>\n\x1b": r"/v1/x: HTTP 404: <p> \\x1b$",
+  b"500 No\r\nTransfer-Encoding: chunked\r\n\r\nff\r\na": "IncompleteRead",
+  b"500 No\r\nContent-Length: 9\r\n\r\n...": "timed out",
+  b"200 OK\r\n\r\n...": "timed out",
+}
+
+
+@pytest.mark.parametrize("sent", ANSWERS)
+def test_answers_that_end_early_late_or_elsewhere(sent, monkeypatch):
+  monkeypatch.setattr(server, "LARGEST", 100)
+  text = ANSWERS[sent]
+
+  def answer(listening):
+    with listening.accept()[0] as connection:
+      connection.recv(1000)
+      connection.sendall(b"HTTP/1.1 " + sent)
+      while "timed out" in text and not over.wait(0.02):
+        connection.sendall(b"." * sent.startswith(b"200"))
+
+  over = threading.Event()
+  with socket.create_server(("127.0.0.1", 0)) as listening:
+    thread = threading.Thread(target=answer, args=(listening,))
+    thread.start()
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    try:
+      with pytest.raises(server.FAILURES, match=text):
+        server.call(url, "/v1/x", {}, timeout=0.2)
+    finally:
+      over.set()
+      thread.join()
 
 
 def test_several_processes_are_refused(monkeypatch, settings_with, tmp_path):
