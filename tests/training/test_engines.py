@@ -132,7 +132,9 @@ def test_failed_requests_are_repeated_after_a_recovery(monkeypatch):
   gone, no = server.Unanswered("gone"), server.Refused("no")
   outcomes = [gone, no, no, messages.Stale("old"), no, 5]
   assert insist(outcomes) == (5, [1, 2, 3, 4, 5])
-  with pytest.raises(sampling.NoSamples, match="refused a request: http://h: no"):
+  with pytest.raises(
+    sampling.NoSamples, match="refused a request: http://h: no"
+  ):
     insist([gone, no, no, no, 5])
   with pytest.raises(sampling.NoSamples, match="failed for 0 s.*: gone"):
     insist([gone, gone, gone], seconds=0.0)
@@ -192,6 +194,31 @@ def test_several_processes_are_refused(monkeypatch, settings_with, tmp_path):
   )
   text = "sampling.engine = .*: needs a run of a single process"
   with pytest.raises(sampling.NoSamples, match=text):
+    sampler.open_servers(settings, tmp_path)
+
+
+WRONG = "http://[::1 http://..:80 http://a:b@h:80 http://h:x http://h\0:80"
+
+
+def test_addresses_are_hosts_and_ports(settings_with):
+  def settings(*urls):
+    settings_with(sampling__engine=urls, loss__correction="token_truncate")
+
+  settings("http://h", "https://a-b.c:8000", "http://[::1]:80")
+  wrong = [*WRONG.split(), "http://" + 64 * "a", "file:///x", "", "h:80"]
+  for urls in [*((url,) for url in wrong), ("http://h", "http://h")]:
+    with pytest.raises(ValueError, match="must be different addresses"):
+      settings(*urls)
+
+
+def test_a_directory_for_weights_must_be_writable(settings_with, tmp_path):
+  (tmp_path / "file").touch()
+  settings = settings_with(
+    sampling__engine=("http://127.0.0.1:9",),
+    sampling__engine_weights=str(tmp_path / "file"),
+    loss__correction="token_truncate",
+  )
+  with pytest.raises(sampling.NoSamples, match="engine_weights = .* exists"):
     sampler.open_servers(settings, tmp_path)
 
 
@@ -286,12 +313,18 @@ def test_prompts_are_dealt_out_to_servers(stub, open_sampler, policy):
     run, own, prompts = open_sampler(
       lora__rank=2, sampling__engine=(stub.url, url)
     )
+    other.raw = True
+    with pytest.raises(sampling.NoSamples, match="--logprobs-mode processed"):
+      draw(run, own, prompts)
+    other.raw = False
+    draw(run, own, prompts)
     stub.log.clear()
+    other.log.clear()
     samples = draw(run, own, prompts).rollout
     jax.tree.map(np.testing.assert_array_equal, samples, expected)
-    # The first server also has the test, and the last prompt is empty.
+    # The last prompt is empty.
     requests = [x.paths().count(messages.GENERATE) for x in (stub, other)]
-    assert requests == [3, 1]
+    assert requests == [2, 1]
     newer = jax.tree.map(lambda x: 1.1 * x, own.params)
     draw(run, own, prompts, params=newer)
     assert list(other.params) == ["base", list(stub.params)[-1]]
@@ -302,7 +335,11 @@ def test_prompts_are_dealt_out_to_servers(stub, open_sampler, policy):
 def test_weights_are_loaded_once_per_version(
   stub, open_sampler, tmp_path, rank
 ):
+  others = tmp_path / "engine" / "arithmetic-01234567-89abcdef-1"
+  others.mkdir(parents=True)
   run, own, prompts = open_sampler(lora__rank=rank)
+  assert others.exists()  # of a run with the same name
+  others.rmdir()
   load = "/v1/load_lora_adapter" if rank else "/collective_rpc"
   newer = jax.tree.map(lambda x: 1.1 * x, own.params)
   first = draw(run, own, prompts).rollout

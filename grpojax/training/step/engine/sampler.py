@@ -14,6 +14,7 @@ import pathlib
 import secrets
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -165,6 +166,13 @@ def open_servers(
   if why:
     text = config_error("sampling.engine", options.engine, why)
     raise sampling.NoSamples(text)
+  if folder := options.engine_weights:
+    try:
+      pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+      text = config_error("sampling.engine_weights", folder, str(error))
+      raise sampling.NoSamples(text) from None
   adapters = settings.lora.rank > 0
   calls = {
     url: functools.partial(server.opened, url, adapters)
