@@ -71,8 +71,9 @@ def insist(
 ) -> Any:
   """Returns the result of an action, which is repeated after failures.
 
-  `report` shows the first failure; `recover` is called before a repetition. Raises NoSamples if failures go on
-  for `seconds`, at the last of `REFUSALS`, and once `stop` is set.
+  `report` shows the first failure; `recover` is called before a repetition.
+  Raises NoSamples if failures go on for `seconds`, at the last of `REFUSALS`,
+  and once `stop` is set.
   """
   refusals = 0
   began = None
@@ -218,8 +219,9 @@ def publisher(
 ) -> Callable[[Params, CheckSignals], Weights]:
   """Returns a function that makes all servers serve parameters.
 
-  It writes below `directory` what `run` needs. It loads parameters once, and returns when they are loaded, so the
-  parameters may be donated later. All earlier requests must have ended.
+  It writes parameters of `run` below `directory` and loads them, once, and
+  returns when they are loaded, so they may be donated later. All earlier
+  requests must have ended.
   """
   # A server keeps adapters and cached prompts by name, so no run reuses one.
   # Other runs may write to the same directory, also with the same name.
