@@ -376,7 +376,7 @@ TABLE = {
     False,
     "loss.old_logprobs",
     lambda _, t: "trainer" if all(t[flag] for flag in _VLLM) else None,
-    "sampling is part of the program, on the same devices",
+    "sampling is part of the program; for vLLM servers set sampling.engine",
   ),
   f"{_CORRECTION}_correction": Row(True),
   f"{_CORRECTION}_mode": Row("sequence_mask", "loss.correction", when=_VLLM),

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import socket
 import threading
 
 import jax
@@ -83,6 +84,8 @@ def test_answers_are_read_in_the_order_of_their_numbers():
     ({"values": (-0.5, "x")}, "'logprob' is no"),
     ({"values": (-0.5, float("nan"))}, "nan is no log-prob"),
     ({"values": (-0.5, float("-inf"))}, "-inf is no log-prob"),
+    ({"values": (-0.5, -1e300)}, "-1e.300 is no log-prob"),
+    ({"values": (-0.5, -(10**400))}, "0 is no log-prob"),
   ],
 )
 def test_unusable_answers_are_refused(changes, text):
@@ -117,7 +120,11 @@ def insist(outcomes, seconds=10.0, stop=None):
   recovered = []
   recover = lambda: recovered.append(len(events))
   stop = stop or threading.Event()
-  return sampler.insist(action, seconds, stop, recover), recovered
+  reports = []
+  common = seconds, stop, reports.append
+  samples = sampler.insist("http://h", action, *common, recover)
+  assert reports == ["http://h: gone; trying again for up to 10 s"]
+  return samples, recovered
 
 
 def test_failed_requests_are_repeated_after_a_recovery(monkeypatch):
@@ -125,11 +132,13 @@ def test_failed_requests_are_repeated_after_a_recovery(monkeypatch):
   gone, no = server.Unanswered("gone"), server.Refused("no")
   outcomes = [gone, no, no, messages.Stale("old"), no, 5]
   assert insist(outcomes) == (5, [1, 2, 3, 4, 5])
-  with pytest.raises(sampling.NoSamples, match="refused a request: no"):
+  with pytest.raises(
+    sampling.NoSamples, match="refused a request: http://h: no"
+  ):
     insist([gone, no, no, no, 5])
   with pytest.raises(sampling.NoSamples, match="failed for 0 s.*: gone"):
     insist([gone, gone, gone], seconds=0.0)
-  with pytest.raises(sampling.NoSamples, match="invalid answer: odd"):
+  with pytest.raises(sampling.NoSamples, match="invalid answer: http://h: odd"):
     insist([messages.Invalid("odd"), 5])
   stop = threading.Event()
   stop.set()
@@ -138,6 +147,42 @@ def test_failed_requests_are_repeated_after_a_recovery(monkeypatch):
 
 
 # Servers.
+
+
+ANSWERS = {
+  b"200 OK\r\nContent-Length: 9\r\n\r\n{}": "7 bytes are missing",
+  b"200 OK\r\n\r\n" + b" " * 200: "more than 100 bytes",
+  b"302 Found\r\nLocation: /v1/models\r\n\r\n": "HTTP 302: $",
+  b"404 No\r\n\r\n<p>\n\x1b": r"/v1/x: HTTP 404: <p> \\x1b$",
+  b"500 No\r\nTransfer-Encoding: chunked\r\n\r\nff\r\na": "IncompleteRead",
+  b"500 No\r\nContent-Length: 9\r\n\r\n...": "timed out",
+  b"200 OK\r\n\r\n...": "timed out",
+}
+
+
+@pytest.mark.parametrize("sent", ANSWERS)
+def test_answers_that_end_early_late_or_elsewhere(sent, monkeypatch):
+  monkeypatch.setattr(server, "LARGEST", 100)
+  text = ANSWERS[sent]
+
+  def answer(listening):
+    with listening.accept()[0] as connection:
+      connection.recv(1000)
+      connection.sendall(b"HTTP/1.1 " + sent)
+      while "timed out" in text and not over.wait(0.02):
+        connection.sendall(b"." * sent.startswith(b"200"))
+
+  over = threading.Event()
+  with socket.create_server(("127.0.0.1", 0)) as listening:
+    thread = threading.Thread(target=answer, args=(listening,))
+    thread.start()
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    try:
+      with pytest.raises(server.FAILURES, match=text):
+        server.call(url, "/v1/x", {}, timeout=0.2)
+    finally:
+      over.set()
+      thread.join()
 
 
 def test_several_processes_are_refused(monkeypatch, settings_with, tmp_path):
@@ -149,6 +194,31 @@ def test_several_processes_are_refused(monkeypatch, settings_with, tmp_path):
   )
   text = "sampling.engine = .*: needs a run of a single process"
   with pytest.raises(sampling.NoSamples, match=text):
+    sampler.open_servers(settings, tmp_path)
+
+
+WRONG = "http://[::1 http://..:80 http://a:b@h:80 http://h:x http://h\0:80"
+
+
+def test_addresses_are_hosts_and_ports(settings_with):
+  def settings(*urls):
+    settings_with(sampling__engine=urls, loss__correction="token_truncate")
+
+  settings("http://h", "https://a-b.c:8000", "http://[::1]:80")
+  wrong = [*WRONG.split(), "http://" + 64 * "a", "file:///x", "", "h:80"]
+  for urls in [*((url,) for url in wrong), ("http://h", "http://h")]:
+    with pytest.raises(ValueError, match="must be different addresses"):
+      settings(*urls)
+
+
+def test_a_directory_for_weights_must_be_writable(settings_with, tmp_path):
+  (tmp_path / "file").touch()
+  settings = settings_with(
+    sampling__engine=("http://127.0.0.1:9",),
+    sampling__engine_weights=str(tmp_path / "file"),
+    loss__correction="token_truncate",
+  )
+  with pytest.raises(sampling.NoSamples, match="engine_weights = .* exists"):
     sampler.open_servers(settings, tmp_path)
 
 
@@ -243,12 +313,18 @@ def test_prompts_are_dealt_out_to_servers(stub, open_sampler, policy):
     run, own, prompts = open_sampler(
       lora__rank=2, sampling__engine=(stub.url, url)
     )
+    other.raw = True
+    with pytest.raises(sampling.NoSamples, match="--logprobs-mode processed"):
+      draw(run, own, prompts)
+    other.raw = False
+    draw(run, own, prompts)
     stub.log.clear()
+    other.log.clear()
     samples = draw(run, own, prompts).rollout
     jax.tree.map(np.testing.assert_array_equal, samples, expected)
-    # The first server also has the test, and the last prompt is empty.
+    # The last prompt is empty.
     requests = [x.paths().count(messages.GENERATE) for x in (stub, other)]
-    assert requests == [3, 1]
+    assert requests == [2, 1]
     newer = jax.tree.map(lambda x: 1.1 * x, own.params)
     draw(run, own, prompts, params=newer)
     assert list(other.params) == ["base", list(stub.params)[-1]]
@@ -259,7 +335,11 @@ def test_prompts_are_dealt_out_to_servers(stub, open_sampler, policy):
 def test_weights_are_loaded_once_per_version(
   stub, open_sampler, tmp_path, rank
 ):
+  others = tmp_path / "engine" / "arithmetic-01234567-89abcdef-1"
+  others.mkdir(parents=True)
   run, own, prompts = open_sampler(lora__rank=rank)
+  assert others.exists()  # of a run with the same name
+  others.rmdir()
   load = "/v1/load_lora_adapter" if rank else "/collective_rpc"
   newer = jax.tree.map(lambda x: 1.1 * x, own.params)
   first = draw(run, own, prompts).rollout

@@ -161,7 +161,10 @@ def _texts(s: TrainSettings) -> Rows:
   if not tokenization.is_template(s.data.template):
     yield "data.template", tokenization.TEMPLATE
   urls = s.sampling.engine
-  servers = [re.fullmatch(r"https?://[^/\s?#]+", str(url)) for url in urls]
+  host = r"[a-zA-Z0-9_-]{1,63}"
+  host = rf"({host}(\.{host})*|\[[0-9a-fA-F:.]+\])"  # a name, or IPv6
+  address = rf"https?://{host}(:[0-9]{{1,5}})?"
+  servers = [re.fullmatch(address, str(url)) for url in urls]
   if not all(servers) or len(set(urls)) < len(urls):
     yield "sampling.engine", "must be different addresses, http://HOST:PORT"
   stop = s.sampling.stop

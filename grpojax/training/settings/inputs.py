@@ -192,8 +192,10 @@ class SamplingSettings:
     "directory for the weights that the servers load, which must see it under "
     'the same path; "" = engine/ in the run directory',
   )
-  engine_timeout: float = positive(
-    600.0, "seconds a server may take to answer, or to come back"
+  engine_timeout: float = option(
+    600.0,
+    "seconds a server may take to answer, or to come back",
+    within="(0, 1e9]",  # sockets refuse more
   )
 
 

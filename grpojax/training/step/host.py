@@ -99,7 +99,12 @@ def open_step(
   sampling_mesh = own_sampling_mesh(settings, mesh)
   if settings.sampling.engine:
     sampler = engine.make_sampler(
-      settings, policy, group_size, inputs.directory, mesh
+      settings,
+      policy,
+      group_size,
+      inputs.directory,
+      mesh,
+      inputs.check_signals,
     )
   else:
     sampler = sampling.make_sampler(

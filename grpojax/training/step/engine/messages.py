@@ -4,7 +4,6 @@ An answer comes from another program, so every field is checked.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from grpojax.core.decoding.sampling import Sampling
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+LARGEST = 1e30  # nats, finite in float32
 
 
 class Invalid(ValueError):
@@ -163,7 +163,7 @@ def checked(
     )
   for x in logprobs:
     # A sum of rounded probabilities may exceed 1; nan fails both comparisons.
-    if type(x) not in (int, float) or not -math.inf < x < 1e-3:
+    if type(x) not in (int, float) or not -LARGEST < x < 1e-3:
       raise Invalid(f"{x!r} is no log-probability")
   if len(logprobs) != len(ids):
     raise Invalid(f"{len(ids)} tokens have {len(logprobs)} log-probabilities")

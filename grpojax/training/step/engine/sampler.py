@@ -13,9 +13,12 @@ import itertools
 import pathlib
 import secrets
 import shutil
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -53,16 +56,24 @@ CheckSignals = Callable[[], Any]
 # Requests
 
 
+def reporter() -> Callable[[str], None]:
+  """Returns a function that prints each text once, to stderr."""
+  return functools.cache(lambda text: print(text, file=sys.stderr, flush=True))
+
+
 def insist(
+  url: str,
   action: Callable[[], Any],
   seconds: float,
   stop: threading.Event,
+  report: Callable[[str], None],
   recover: Callable[[], Any] = lambda: None,
 ) -> Any:
   """Returns the result of an action, which is repeated after failures.
 
-  `recover` is called before a repetition. Raises NoSamples if failures go on
-  for `seconds`, at the last of `REFUSALS`, and once `stop` is set.
+  `report` shows the first failure; `recover` is called before a repetition.
+  Raises NoSamples if failures go on for `seconds`, at the last of `REFUSALS`,
+  and once `stop` is set.
   """
   refusals = 0
   began = None
@@ -74,7 +85,8 @@ def insist(
       return action()
     except server.FAILURES as error:
       now = time.monotonic()
-      began = now if began is None else began
+      first = began is None
+      began = now if first else began
       refusals = refusals + 1 if isinstance(error, server.Refused) else 0
       why = ""
       if isinstance(error, messages.Invalid):
@@ -84,7 +96,10 @@ def insist(
       elif now - began > seconds:
         why = f"failed for {seconds:g} s (sampling.engine_timeout)"
       if why:
-        raise sampling.NoSamples(f"a vLLM server {why}: {error}") from error
+        text = f"a vLLM server {why}: {url}: {error}"
+        raise sampling.NoSamples(text) from error
+      if first:
+        report(f"{url}: {error}; trying again for up to {seconds:g} s")
     stop.wait(pause)
     pause = min(2 * pause, 5.0)
   raise sampling.NoSamples("the samples are no longer needed")
@@ -118,17 +133,16 @@ def waiting(results: Sequence[futures.Future], check: CheckSignals):
 
 
 def on_all(
-  function: Callable[[Any], Any],
-  servers: Sequence[Any],
+  calls: Mapping[str, Callable[[], Any]],
   seconds: float,
   check: CheckSignals,
 ) -> list[Any]:
-  """Maps a function over servers, and repeats it after failures."""
+  """Calls a function per address, and repeats it after failures."""
   stop = threading.Event()
-  calls = [functools.partial(function, at) for at in servers]
-  calls = [functools.partial(insist, call, seconds, stop) for call in calls]
+  common = seconds, stop, reporter()
+  repeated = [functools.partial(insist, *x, *common) for x in calls.items()]
   try:
-    return result(waiting(start(calls), check))
+    return result(waiting(start(repeated), check))
   finally:
     stop.set()
 
@@ -153,8 +167,19 @@ def open_servers(
   if why:
     text = config_error("sampling.engine", options.engine, why)
     raise sampling.NoSamples(text)
-  opened = functools.partial(server.opened, adapters=settings.lora.rank > 0)
-  return on_all(opened, options.engine, options.engine_timeout, check)
+  if folder := options.engine_weights:
+    try:
+      pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+      text = config_error("sampling.engine_weights", folder, str(error))
+      raise sampling.NoSamples(text) from None
+  adapters = settings.lora.rank > 0
+  calls = {
+    url: functools.partial(server.opened, url, adapters)
+    for url in options.engine
+  }
+  return on_all(calls, options.engine_timeout, check)
 
 
 def ask(
@@ -164,6 +189,7 @@ def ask(
   vocabulary: messages.Vocabulary,
   seconds: float,
   stop: threading.Event,
+  report: Callable[[str], None],
 ) -> list[Completion]:
   """Asks a server for completions, and repeats a failed request."""
   model = weights.version if weights.is_adapter else at.base
@@ -178,7 +204,7 @@ def ask(
     with at.lock:  # one thread loads the weights, the others have them
       server.load(at, weights, seconds)
 
-  return insist(send, seconds, stop, recover)
+  return insist(at.url, send, seconds, stop, report, recover)
 
 
 # Weights
@@ -188,15 +214,20 @@ def publisher(
   settings: TrainSettings,
   policy: policies.Policy,
   directory: pathlib.Path,
+  run: pathlib.Path,
   servers: Sequence[Server],
 ) -> Callable[[Params, CheckSignals], Weights]:
   """Returns a function that makes all servers serve parameters.
 
-  It writes and loads parameters once, and returns when they are loaded, so the
-  parameters may be donated later. All earlier requests must have ended.
+  It writes parameters of `run` below `directory` and loads them, once, and
+  returns when they are loaded, so they may be donated later. All earlier
+  requests must have ended.
   """
   # A server keeps adapters and cached prompts by name, so no run reuses one.
-  prefix = f"{settings.name}-{secrets.token_hex(4)}"
+  # Other runs may write to the same directory, also with the same name.
+  origin = str(run_storage.origin(run.absolute()))
+  owner = f"{settings.name}-{zlib.crc32(origin.encode()):08x}"
+  prefix = f"{owner}-{secrets.token_hex(4)}"
   seconds = settings.sampling.engine_timeout
   numbers = itertools.count(1)
   last: list[tuple[Array, Weights]] = []
@@ -205,8 +236,12 @@ def publisher(
     for old in directory.glob(versions):
       shutil.rmtree(old, ignore_errors=True)
 
-  remove(f"{settings.name}-{'[0-9a-f]' * 8}-*")  # left by a killed run
+  remove(f"{owner}-{'[0-9a-f]' * 8}-*")  # left by a killed run
   atexit.register(remove, f"{prefix}-*")
+
+  def call_all(function, check, *args):
+    calls = {at.url: functools.partial(function, at, *args) for at in servers}
+    on_all(calls, seconds, check)
 
   def publish(params: Params, check: CheckSignals) -> Weights:
     leaf = jax.tree.leaves(params)[0]
@@ -223,11 +258,10 @@ def publisher(
       options = settings.model
       dtype = {"dtype": options.dtype, "ignore_keys": options.ignore_keys}
       hf.save(path, params, files.directory, **dtype)
-    load = lambda at: server.load(at, weights, seconds)
-    on_all(load, servers, seconds, check)
+    call_all(server.load, check, weights, seconds)
     if last:
       _, old = last.pop()
-      on_all(lambda at: server.unload(at, old), servers, seconds, check)
+      call_all(server.unload, check, old)
       remove(old.version)
     last.append((leaf, weights))
     return weights
@@ -288,7 +322,8 @@ def check_logprobs(
 ) -> None:
   """Compares a server's log-probabilities at `TEMPERATURE` with the policy's.
 
-  Raises NoSamples if they are those of temperature 1, or of other weights.
+  Raises NoSamples if those of a prompt, and so of a server, are of temperature
+  1 or of other weights.
   """
 
   def score(lm, params, *tokens):
@@ -299,7 +334,10 @@ def check_logprobs(
   tokens = meshes.place([getattr(rollout, name) for name in names], mesh)
   scores = meshes.fetch(policies.jit(policy, score)(params, *tokens))
   mask = rollout.completion_mask
-  own, raw = (np.abs(x - rollout.logprobs)[mask].mean() for x in scores)
+  counts = np.maximum(mask.sum((1, 2)), 1)  # a prompt may be empty
+  gaps = [np.abs(x - rollout.logprobs) * mask for x in scores]
+  own, raw = np.array([x.sum((1, 2)) / counts for x in gaps])
+  own, raw = own[own.argmax()], raw[own.argmax()]
   if own <= LARGEST_MISMATCH and own <= max(raw, LARGEST_MISMATCH / 10):
     return
   text = (
@@ -320,14 +358,15 @@ def make_sampler(
   group_size: int,
   directory: pathlib.Path,
   mesh: jax.sharding.Mesh,
+  check_signals: CheckSignals = lambda: None,
 ) -> sampling.Sampler:
   """Returns a sampler; it writes weights below the run's `directory`."""
   options = settings.sampling
   length = options.max_new_tokens
   vocabulary = vocabulary_of(policy)
-  servers = open_servers(settings, directory)
+  servers = open_servers(settings, directory, check_signals)
   path = pathlib.Path(options.engine_weights or directory / "engine")
-  publish = publisher(settings, policy, path.absolute(), servers)
+  publish = publisher(settings, policy, path.absolute(), directory, servers)
   empty = [Completion([], [])] * group_size
   checked = False
 
@@ -335,6 +374,7 @@ def make_sampler(
     """Starts a request per prompt; a prompt without tokens pads the batch."""
     ids, mask = meshes.fetch((prompts.prompt_ids, prompts.prompt_mask))
     common = {"vocabulary": vocabulary, "seconds": options.engine_timeout}
+    common["report"] = reporter()
     calls = []
     for i, seed in enumerate(seeds(key, first, len(ids), group_size)):
       row = ids[i][mask[i]].tolist()
@@ -354,10 +394,11 @@ def make_sampler(
     begin = functools.partial(ask_all, weights, key, *(first or (0,)), stop)
     try:
       if not checked:
-        one = rows.take(prompts, slice(0, 1))
-        asked = begin(one, TRIED, Sampling(TEMPERATURE))
+        # A prompt for each server that the first step asks.
+        first_prompts = rows.take(prompts, slice(0, len(servers)))
+        asked = begin(first_prompts, TRIED, Sampling(TEMPERATURE))
         groups = result(waiting(asked, check))
-        tried = rollout_of(policy, one, groups, TRIED)
+        tried = rollout_of(policy, first_prompts, groups, TRIED)
         check_logprobs(policy, params, tried, mesh)
         checked = True
       times = {"sync": time.perf_counter() - began}

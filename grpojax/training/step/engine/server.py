@@ -5,10 +5,12 @@ import http.client
 import json
 import pathlib
 import threading
+import time
 import urllib.error
 import urllib.request
 from typing import Any, NamedTuple
 
+from grpojax.runtime.terminal import screen
 from grpojax.training.step.engine import messages
 
 LARGEST = 2**30  # bytes of an answer
@@ -21,8 +23,16 @@ WHOLE = (
   "/weight_info",
 )
 
-# Servers are in the same network, so requests do not go through a proxy.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Servers are in the same network: without a proxy, and without redirections,
+# which would turn a POST into a GET.
+_OPENER = urllib.request.OpenerDirector()
+for _handler in (
+  urllib.request.HTTPHandler,
+  urllib.request.HTTPSHandler,
+  urllib.request.HTTPErrorProcessor,
+  urllib.request.HTTPDefaultErrorHandler,
+):
+  _OPENER.add_handler(_handler())
 
 
 class Unanswered(Exception):
@@ -58,20 +68,35 @@ def call(url: str, path: str, value: Any = None, timeout: float = 60) -> bytes:
   data = None if value is None else json.dumps(value).encode()
   headers = {"Content-Type": "application/json"}
   request = urllib.request.Request(url + path, data, headers)
+  until = time.monotonic() + timeout
   try:
-    with _OPENER.open(request, timeout=timeout) as answer:
-      text = answer.read(LARGEST + 1)
-  except urllib.error.HTTPError as error:
-    with error:
-      reason = error.read(500).decode(errors="replace")
-    kind = Refused if error.code < 500 and error.code != 429 else Unanswered
-    raise kind(f"{url}{path}: HTTP {error.code}: {reason}") from None
+    try:
+      with _OPENER.open(request, timeout=timeout) as answer:
+        return _text(answer, until)
+    except urllib.error.HTTPError as error:
+      with error:
+        reason = error.read(500).decode(errors="replace")
+      reason = screen.printable(" ".join(reason.split()))
+      kind = Refused if error.code < 500 and error.code != 429 else Unanswered
+      raise kind(f"{path}: HTTP {error.code}: {reason}") from None
   except (OSError, http.client.HTTPException) as error:
     why = getattr(error, "reason", None) or error
-    raise Unanswered(f"{url}{path}: {why}") from None
-  if len(text) > LARGEST:
-    raise messages.Invalid(f"{url}{path}: an answer over {LARGEST} bytes")
-  return text
+    why = screen.printable(" ".join(str(why).split()))
+    raise Unanswered(f"{path}: {why}") from None
+
+
+def _text(answer: http.client.HTTPResponse, until: float) -> bytes:
+  """Reads an answer; raises OSError if it ends early, or later than `until`."""
+  text = bytearray()
+  while part := answer.read1(2**20):
+    text += part
+    if len(text) > LARGEST:
+      raise messages.Invalid(f"more than {LARGEST} bytes")
+    if time.monotonic() > until:
+      raise TimeoutError("timed out")
+  if answer.length:
+    raise ConnectionError(f"{answer.length} bytes are missing")
+  return bytes(text)
 
 
 def opened(url: str, adapters: bool) -> Server:
@@ -91,15 +116,15 @@ def opened(url: str, adapters: bool) -> Server:
     if not adapters:
       text = "--enable-scale-out and VLLM_SERVER_DEV_MODE=1 (all weights)"
     raise Refused(
-      f"{url} has no {', '.join(sorted(missing))}: start vLLM with {text}; see "
+      f"has no {', '.join(sorted(missing))}: start vLLM with {text}; see "
       "docs/engines.md"
     )
   if adapters and "/weight_info" in paths and _version(url) != INITIAL:
-    raise Refused(f"{url} has weights of another run: start vLLM again")
+    raise Refused("has weights of another run: start vLLM again")
   for name, parent in _models(url).items():
     if not parent:
       return Server(url, path, name, threading.Lock())
-  raise messages.Invalid(f"{url}/v1/models names no base model")
+  raise messages.Invalid("/v1/models names no base model")
 
 
 def _models(url: str) -> dict[str, Any]:
