@@ -19,7 +19,7 @@ INITIAL = "default"  # version of the weights that a server starts with
 ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 WHOLE = (
   messages.GENERATE,  # its completions name the version of their weights
-  *("/pause", "/collective_rpc", "/update_weight_version", "/resume"),
+  *("/pause", "/collective_rpc", "/resume", "/update_weight_version"),
   "/weight_info",
 )
 
@@ -161,8 +161,9 @@ def load(at: Server, weights: Weights, timeout: float) -> None:
   reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
   post("/pause?mode=wait", {})
   post("/collective_rpc", reload)
-  post("/update_weight_version", {"new_version": weights.version})
+  # The version comes last: without it, the weights are loaded again.
   post("/resume", {})
+  post("/update_weight_version", {"new_version": weights.version})
 
 
 def unload(at: Server, weights: Weights) -> None:
