@@ -178,16 +178,16 @@ def test_answers_that_end_early_late_or_elsewhere(sent, monkeypatch):
 
   over = threading.Event()
   with socket.create_server(("127.0.0.1", 0)) as listening:
-    thread = threading.Thread(target=answer, args=(listening,))
+    thread = threading.Thread(target=answer, args=(listening,), daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
-      seconds = 0.2 if text == "timed out" else 30
+      seconds = 0.2 if text == "timed out" else 30.0
       with pytest.raises(server.FAILURES, match=text):
         server.call(url, "/v1/x", {}, seconds)
     finally:
       over.set()
-      thread.join()
+      thread.join(30.0)
 
 
 def test_several_processes_are_refused(monkeypatch, settings_with, tmp_path):
