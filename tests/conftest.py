@@ -4,6 +4,7 @@ The option --jaxtyping-packages in pyproject.toml checks shapes and dtypes of
 annotated functions in all tests.
 """
 
+import functools
 import gc
 import os
 import pathlib
@@ -68,6 +69,18 @@ def pytest_configure(config):
     os.environ["XLA_FLAGS"] = (
       "--xla_cpu_use_fusion_emitters=0 --xla_cpu_parallel_codegen_split_count=1"
     )
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+  """Runs kernels on the CPU, by Pallas's interpreter."""
+  from jax.experimental import pallas as pl  # slow imports
+  from jax.experimental.pallas import tpu as pltpu
+
+  call = functools.partial(pl.pallas_call, interpret=True)
+  monkeypatch.setattr(pl, "pallas_call", call)
+  # The interpreter has no memory spaces.
+  monkeypatch.setattr(pltpu, "HBM", jax.ShapeDtypeStruct)
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.meshes import activation_spec, runs_kernels
+from grpojax.models.cache import LANES
 
-_LANES = 128
 _HEADS = 16  # most heads of a step on a TPU, whose memories take 1 MiB
 _COLUMNS = 64  # of a memory that a GPU's program updates
 
@@ -28,8 +28,13 @@ _COLUMNS = 64  # of a memory that a GPU's program updates
 def serves(platform: str | None, memory: Array | jax.ShapeDtypeStruct) -> bool:
   """Returns True if a platform has a kernel for memories [L, B, G, H, k, v]."""
   *_, k, v = memory.shape
-  fits = platform == "gpu" or (k % _LANES == 0 and v % _LANES == 0)
+  fits = platform == "gpu" or (k % LANES == 0 and v % LANES == 0)
   return platform in ("gpu", "tpu") and fits and runs_kernels()
+
+
+def _flops(memory: Array) -> int:
+  """Returns the operations on a layer's memories, seven per number."""
+  return 7 * memory.size // len(memory)
 
 
 def _moved(memory: Array) -> int:
@@ -90,7 +95,7 @@ def _on_tpu(layer, begins, scalars, q, k, v, prompt, memory):
       dimension_semantics=("parallel", "arbitrary", "arbitrary")
     ),
     cost_estimate=pl.CostEstimate(
-      4 * _moved(memory) // 4, 0, _moved(memory) + prompt.nbytes + 4 * q.nbytes
+      _flops(memory), 0, _moved(memory) + prompt.nbytes + 4 * q.nbytes
     ),
     name="delta_step",
   )(layer[None], begins.astype(jnp.int32), *rows, prompt, memory)
@@ -99,17 +104,18 @@ def _on_tpu(layer, begins, scalars, q, k, v, prompt, memory):
 def _gpu_kernel(*refs):
   """Updates some columns of a head's memory."""
   layer, begins, scalars, q, k, v, prompt, _, out, memory = refs
-  j, head, i = (pl.program_id(axis) for axis in range(3))
-  column = jax.lax.rem(j, pl.cdiv(v.shape[-1], _COLUMNS))
-  j = jax.lax.div(j, pl.cdiv(v.shape[-1], _COLUMNS))
-  columns = column * _COLUMNS + jnp.arange(_COLUMNS)
+  number, head, i = (pl.program_id(axis) for axis in range(3))
+  blocks = pl.cdiv(v.shape[-1], _COLUMNS)  # programs of a head
+  j = jax.lax.div(number, blocks)
+  first = jax.lax.rem(number, blocks) * _COLUMNS
+  columns = first + jnp.arange(_COLUMNS)
   size = pl.next_power_of_2(k.shape[-1])
   in_key = jnp.arange(size) < k.shape[-1]
   in_value = columns < v.shape[-1]
   mask = in_key[:, None] & in_value[None]
   load = lambda x, at, mask: triton.load(x.at[at], mask=mask, other=0)
 
-  keys, values = pl.ds(0, size), pl.ds(column * _COLUMNS, _COLUMNS)
+  keys, values = pl.ds(0, size), pl.ds(first, _COLUMNS)
   decay, beta, overlap = (x[i, j, head] for x in scalars)
   q, k = (load(x, (i, j, head, keys), in_key)[:, None] for x in (q, k))
   v = load(v, (i, j, head, values), in_value)
@@ -126,7 +132,7 @@ def _gpu_kernel(*refs):
 
 def _on_gpu(layer, begins, scalars, q, k, v, prompt, memory):
   b, g, heads, _ = q.shape
-  flops, moved = 7 * v.shape[-1] * q.size, _moved(memory) + prompt.nbytes
+  flops, moved = _flops(memory), _moved(memory) + prompt.nbytes
   inputs = layer[None], begins, scalars, q, k, v, prompt
   return pl.pallas_call(
     _gpu_kernel,

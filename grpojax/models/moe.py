@@ -34,7 +34,7 @@ def matrices_of(layer: Iterable[str]) -> list[str]:
 def router_logits(
   x: Float[Array, "*tokens D"], router: Float[Array, "D X"]
 ) -> Float[Array, "*tokens X"]:
-  """Returns the product in float32."""
+  """Returns the logits of each token's experts, in float32."""
   return jnp.matmul(
     x.astype(jnp.float32),
     router.astype(jnp.float32),

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from grpojax.aot import topology
 from grpojax.core.meshes import make_mesh
@@ -65,11 +63,7 @@ def check(platform, sizes):
     ("tpu", (20, 128, 256)),  # two groups of heads
   ],
 )
-def test_a_step_equals_the_recurrence_in_float64(platform, sizes, monkeypatch):
-  interpreted = functools.partial(pl.pallas_call, interpret=True)
-  monkeypatch.setattr(pl, "pallas_call", interpreted)
-  # The interpreter has no memory spaces.
-  monkeypatch.setattr(pltpu, "HBM", jax.ShapeDtypeStruct)
+def test_a_step_equals_the_recurrence_in_float64(platform, sizes, interpreted):
   check(platform, sizes)
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from grpojax.aot import topology
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
@@ -62,9 +61,7 @@ def expected_of(case, seen, q, new, slots, prompt):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_a_softmax_in_float64(case, monkeypatch):
-  interpreted = functools.partial(pl.pallas_call, interpret=True)
-  monkeypatch.setattr(pl, "pallas_call", interpreted)
+def test_equals_a_softmax_in_float64(case, interpreted):
   q, new, stored, slots, prompt = arrays(case)
   first = POSITIONS - case.window
   between = lambda x, y, n: (x[..., None] <= np.arange(n)) & (np.arange(n) < y)

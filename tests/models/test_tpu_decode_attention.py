@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from grpojax.aot import topology
 from grpojax.models import tpu_decode_attention
@@ -117,9 +116,7 @@ def expected_of(case, q, new, slots, first, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equals_a_softmax_in_float64(case, monkeypatch):
-  interpreted = functools.partial(pl.pallas_call, interpret=True)
-  monkeypatch.setattr(pl, "pallas_call", interpreted)
+def test_equals_a_softmax_in_float64(case, monkeypatch, interpreted):
   monkeypatch.setattr(tpu_decode_attention, "_ROWS", 2)
   keys = jax.random.split(jax.random.key(case.e), 4)
   shape = B, G, case.k, case.e

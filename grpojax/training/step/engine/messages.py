@@ -18,7 +18,7 @@ LARGEST = 1e30  # nats, finite in float32
 
 
 class Invalid(ValueError):
-  """Raised for an answer that cannot be used."""
+  """Raised for an unusable answer."""
 
 
 class Stale(Exception):
@@ -26,10 +26,10 @@ class Stale(Exception):
 
 
 class Vocabulary(NamedTuple):
-  """Ids that a completion may have."""
+  """Ids of the policy's tokens."""
 
   known: Bool[np.ndarray, "V"]  # False for ids without a token
-  ends: tuple[int, ...]  # ids that end a completion
+  ends: tuple[int, ...]  # EOS ids
 
 
 class Request(NamedTuple):

@@ -3,8 +3,8 @@
     run       write weights |      | ask | rewards, update of another step
     servers                 | load |     | sample
 
-Each prompt is one request to one server. A failed request is sent again, also
-to a server that was started again, which first loads the weights.
+Each prompt is a request to one of the servers. A failed request is sent again;
+a restarted server first loads the weights.
 """
 
 import atexit
@@ -44,7 +44,7 @@ from grpojax.training.step.engine import messages, server
 from grpojax.training.step.engine.messages import Completion, Request
 from grpojax.training.step.engine.server import Server, Weights
 
-REFUSALS = 3  # of a request in a row; the last one ends the run
+REFUSALS = 3  # in a row; the third refusal of a request ends the run
 PAUSE = 0.2  # seconds before a request is first repeated
 TRIED = 16  # tokens of each completion in `check_logprobs`
 TEMPERATURE = 0.7  # of the samples in `check_logprobs`
@@ -201,7 +201,7 @@ def ask(
     return messages.read(answer, request, vocabulary, at.path, model, version)
 
   def recover() -> None:
-    with at.lock:  # one thread loads the weights, the others have them
+    with at.lock:  # the first thread loads the weights for all
       server.load(at, weights, seconds)
 
   return insist(at.url, send, seconds, stop, report, recover)
@@ -217,13 +217,13 @@ def publisher(
   run: pathlib.Path,
   servers: Sequence[Server],
 ) -> Callable[[Params, CheckSignals], Weights]:
-  """Returns a function that makes all servers serve parameters.
+  """Returns a function to load parameters into all servers.
 
   It writes parameters of `run` below `directory` and loads them, once, and
   returns when they are loaded, so they may be donated later. All earlier
   requests must have ended.
   """
-  # A server keeps adapters and cached prompts by name, so no run reuses one.
+  # A server caches adapters and prompts by name, so each run has new names.
   # Other runs may write to the same directory, also with the same name.
   origin = str(run_storage.origin(run.absolute()))
   owner = f"{settings.name}-{zlib.crc32(origin.encode()):08x}"
@@ -273,7 +273,7 @@ def publisher(
 
 
 def vocabulary_of(policy: policies.Policy) -> messages.Vocabulary:
-  """Returns the ids that have a token, and those that end a completion."""
+  """Returns the policy's ids with a token, and its EOS ids."""
   known = np.ones(policy.shape.vocab_size, bool)
   ends = policy.eos_ids
   for first, stop in tokenization.gaps(policy.tokenizer, len(known), ends):
@@ -320,10 +320,10 @@ def check_logprobs(
   rollout: Rollout,
   mesh: jax.sharding.Mesh,
 ) -> None:
-  """Compares a server's log-probabilities at `TEMPERATURE` with the policy's.
+  """Compares servers' log-probabilities at `TEMPERATURE` with the policy's.
 
-  Raises NoSamples if those of a prompt, and so of a server, are of temperature
-  1 or of other weights.
+  Each prompt went to another server. Raises NoSamples if a server has other
+  weights, or reports log-probabilities of temperature 1.
   """
 
   def score(lm, params, *tokens):

@@ -1,4 +1,4 @@
-"""HTTP requests to a vLLM server, and the weights that it serves."""
+"""Requests to a vLLM server over HTTP, and its weights."""
 
 import functools
 import http.client
@@ -14,7 +14,7 @@ from grpojax.runtime.terminal import screen
 from grpojax.training.step.engine import messages
 
 LARGEST = 2**30  # bytes of an answer
-INITIAL = "default"  # version of the weights that a server starts with
+INITIAL = "default"  # version of a new server's weights
 
 ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 WHOLE = (
@@ -56,7 +56,7 @@ class Server(NamedTuple):
 
 
 class Weights(NamedTuple):
-  """Weights in a directory that the servers can read."""
+  """Weights in a directory shared with the servers."""
 
   version: str  # also the name of an adapter
   directory: pathlib.Path
@@ -167,6 +167,6 @@ def load(at: Server, weights: Weights, timeout: float) -> None:
 
 
 def unload(at: Server, weights: Weights) -> None:
-  """Unloads an adapter that is no longer used, if the server has it."""
+  """Unloads an unused adapter, if the server has it."""
   if weights.is_adapter and has(at, weights):
     call(at.url, "/v1/unload_lora_adapter", {"lora_name": weights.version})
